@@ -71,6 +71,7 @@ def foreign_model(
         attention_sinks=first.sinks,
         causal=first.causal,
         token_types=description.token_types,
+        length_angles=description.length_angles,
         recurrences=Recurrences(description.states) if description.states else None,
     )
     return model, "the model's max_position_embeddings"

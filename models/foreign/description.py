@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.config import RowState
+from compiled_engine.config import LengthAngles, RowState
 
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
@@ -62,7 +62,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's sizes, each layer's attention, all tensors, and the states of recurrences."""
+    """A model's sizes, each layer's attention, all tensors, the states of recurrences, and angles by length."""
 
     architecture: str
     vocab_size: int
@@ -74,6 +74,7 @@ class Description:
     buffers: tuple[TensorDescription, ...]
     token_types: int = 0  # number of token types; 0: the code reads none
     states: tuple[RowState, ...] = ()
+    length_angles: LengthAngles | None = None
 
     @staticmethod
     def from_json(text: str) -> Description:
@@ -84,7 +85,9 @@ class Description:
         }
         layers = tuple(LayerShape(**layer) for layer in data.pop("layers"))
         states = tuple(RowState(**state | {"shape": tuple(state["shape"])}) for state in data.pop("states"))
-        return Description(layers=layers, states=states, **tensors, **data)
+        angles = data.pop("length_angles")
+        by_length = None if angles is None else LengthAngles(**angles)
+        return Description(layers=layers, states=states, length_angles=by_length, **tensors, **data)
 
 
 class Skeleton(nn.Module):

@@ -21,7 +21,8 @@ class Step:
     """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
     Keyword arguments would be simpler, but not all families pass them on to their attention. sliding_windows: by layer,
-    the same in every step. rows_R: see recurrence.sequences; None without recurrences.
+    the same in every step. rows_R: see recurrence.sequences; None without recurrences. angle_lengths_T: see
+    attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
@@ -29,6 +30,7 @@ class Step:
         self.inputs: AttentionInputs | None = None
         self.kv_caches: list[torch.Tensor] = []
         self.rows_R: torch.Tensor | None = None
+        self.angle_lengths_T: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
         """Return the step's requests as recurrences take them."""

@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.models.foreign.angles import (
+    RotaryByLength,
+    adapt_rotary_modules,
+    add_frequencies,
+    config_with_factors,
+    length_angles,
+    longest_text,
+)
 from compiled_engine.models.foreign.compat import causal_lm_name, encoder_names, fill_buffers, supported_version
 from compiled_engine.models.foreign.description import (
     Description,
@@ -36,10 +44,12 @@ _OWN_ATTENTION = "its attention does not go through transformers' AttentionInter
 class CausalLM:
     """Mixin before the family's class, with the engine's forward and logits.
 
-    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
+    `step` holds the arguments of attention, and other_inputs are the names in it of the forward's last arguments. The
+    first ones may be left out. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
 
     step: Step
+    other_inputs: Sequence[str]
     base_model: nn.Module
     layers_path: str
     layer_signatures: Sequence[int]
@@ -51,14 +61,16 @@ class CausalLM:
         positions_T: torch.Tensor,
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
-        rows_R: torch.Tensor | None = None,
+        *others: torch.Tensor,
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm.
 
-        Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. rows_R: see
-        recurrence.sequences.Sequences.
+        Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. others: the
+        tensors that `other_inputs` names.
         """
-        self.step.rows_R = rows_R
+        first = len(self.other_inputs) - len(others)
+        for name, tensor in zip(self.other_inputs[first:], others, strict=True):
+            setattr(self.step, name, tensor)
         return self._decode({"input_ids": input_ids_T}, positions_T, attention_inputs, kv_caches)
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
@@ -182,7 +194,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
     if kind not in CONFIG_MAPPING:
         raise UnknownArchitectureError(f"transformers has no model type {kind!r} (architecture {name!r}){remote}")
     try:
-        config = AutoConfig.for_model(kind, **values)
+        config = config_with_factors(kind, values)
     except Exception as error:  # each field may raise errors of its own
         raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
     if name not in (causal_lm_name(config), *encoder_names(config)):
@@ -199,7 +211,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
-    if stated != causal_lm_name(whole):
+    if stated != causal_lm_name(whole) and not _has_angles_by_length(whole, stated):
         encoder = _build_encoder(whole, stated, dtype)
         if encoder is not None:
             return encoder
@@ -208,12 +220,14 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         raise UnknownArchitectureError(f"transformers has no causal language model for {stated!r}")
     model: Any = None
     try:
-        _require_fixed_angles(config)
+        angles = length_angles(config)
         if causal_lm_name(config) is None:
             _require_mechanisms(config, None)
             raise UnsupportedModelError("transformers has no causal language model for its text model alone")
         model = _on_the_meta_device(config, dtype)
         _require_mechanisms(config, model)
+        if angles is not None:
+            adapt_rotary_modules(model, angles)
         observation = observe(model, config.num_hidden_layers)
         if not observation.attention[0].causal:
             raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
@@ -237,6 +251,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
             cause = str(missing)
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
     fill_buffers(model)
+    add_frequencies(model)
     _experts_by_columns(model)
     return model, observation
 
@@ -244,7 +259,6 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
     """Build an encoder; None if its attention is causal. Raises UnsupportedModelError, with the model's name."""
     try:
-        _require_fixed_angles(config)
         found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
@@ -269,13 +283,19 @@ def _require_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> No
         raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
 
 
-def _require_fixed_angles(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError if rotary angles depend on a request's length, since one graph serves all lengths."""
-    ropes: Any = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind in ("dynamic", "longrope"):
-            raise UnsupportedModelError(f"its rotary angles depend on a request's length (rope_type is {kind!r})")
+def _has_angles_by_length(config: PreTrainedConfig, name: str) -> bool:
+    """Return whether rotary angles depend on a request's length, for a model that may be an encoder.
+
+    Raises UnsupportedModelError if it can only be an encoder, whose rotary modules are not adapted.
+    """
+    try:
+        if length_angles(config) is None:
+            return False
+        if causal_lm_name(config) is None:
+            raise UnsupportedModelError("its rotary angles depend on a request's length, and it generates no text")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
+    return True
 
 
 def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
@@ -323,6 +343,8 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
     if isinstance(model, Encoder):
         inner, token_types, before = model.model, model.token_types, model.first_position
     config = inner.config.get_text_config(decoder=True)
+    angles = None if isinstance(model, Encoder) else length_angles(config)
+    longest = _one_integer(getattr(config, "max_position_embeddings", None)) if angles is None else longest_text(config)
     first: dict[int, str] = {}
     parameters = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -338,12 +360,13 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=_one_integer(getattr(config, "intermediate_size", None)),
-        max_position_embeddings=max(0, _one_integer(getattr(config, "max_position_embeddings", None)) - before),
+        max_position_embeddings=max(0, longest - before),
         layers=tuple(LayerShape(**asdict(layer)) for layer in observation.attention),
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         token_types=token_types,
         states=observation.states,
+        length_angles=angles,
     )
 
 
@@ -365,13 +388,15 @@ def _adapt(model: Any, observation: Observation) -> None:
     model.__class__ = _mixed(CausalLM, type(model))
     step = Step([layer.sliding_window for layer in observation.attention])
     for module in model.modules():
-        if module is model or hasattr(module, "layer_idx"):
+        if module is model or hasattr(module, "layer_idx") or isinstance(module, RotaryByLength):
             module.step = step
         if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
             module.__class__ = _mixed(TextAngles, type(module))
         if hasattr(module, "fix_query_key_value_ordering"):
             module.__class__ = _mixed(OrderedHeads, type(module))
     use_functions(model, StepFunctions(step))
+    by_length = any(isinstance(module, RotaryByLength) for module in model.modules())
+    model.other_inputs = (*["angle_lengths_T"] * by_length, *["rows_R"] * bool(observation.states))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
 

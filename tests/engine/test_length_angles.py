@@ -41,6 +41,8 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "longrope": ("phi3", longrope(8), "textbook"),
     "dynamic": ("llama", DYNAMIC, "textbook"),
+    "partial longrope of transformers": ("phi3", longrope(4, partial_rotary_factor=0.5), "transformers"),
+    "dynamic of transformers": ("qwen2", DYNAMIC, "transformers"),
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -130,6 +132,7 @@ def test_tokens_are_those_of_transformers(mode: str, oracle: Any, folder: Path, 
         assert llm.metrics()["prefix_hits"] > 0
 
 
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize(
     "more",
     [

@@ -173,6 +173,15 @@ SMALL_DEEPSEEK = {
 }
 
 
+def test_angles_that_depend_on_the_length_in_some_layers_alone_are_refused(tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ropes = {"full_attention": dynamic, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    folder = write_config(tmp_path, **names, num_hidden_layers=2, hidden_size=32, rope_parameters=ropes)
+    with pytest.raises(ValueError, match=r"Gemma3ForCausalLM cannot .* length .*'dynamic'.* in some layers"):
+        read(folder, "transformers")
+
+
 @pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(
     ("values", "parts"),
