@@ -64,8 +64,8 @@ def run_all(seed: int) -> list[tuple[EngineRequest, list[int]]]:
                 continue
         if in_flight:
             outputs = scheduler.update(*in_flight.popleft())
-            for output in outputs:
-                tokens[output.request_id] += output.new_token_ids
+            for got in outputs:
+                tokens[got.request_id] += got.new_token_ids
         scheduler.check_integrity()
         if not (waiting or scheduler.has_unfinished()):
             scheduler.check_idle()
