@@ -11,15 +11,16 @@ are gathered for logits processors, and for some filters, see filter_candidates.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling import edits, filters
@@ -185,6 +186,15 @@ class Sampler:
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._general_N[row] = has_filters(params) or edited_late or self._edited_N[row]
         self._present_N[row] = True
+
+    def alone(self) -> Sampler:
+        """Return a sampler of the same rows that exchanges nothing with other ranks. One rank may run it in a dry run.
+
+        Its tokens are right only if there is one rank.
+        """
+        sampler = copy.copy(self)
+        sampler.vocabulary = replace(self.vocabulary, group=fake_group_for(self.vocabulary.group))
+        return sampler
 
     def remove_row(self, row: int) -> None:
         """Free a row. Raises ValueError if it is free already, or out of range.

@@ -32,10 +32,14 @@ from mtp_layers import (
 from safetensors.torch import load_file, save_file
 from scripted_drafts import AnyLength
 
+from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.features import registry
+from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.ranks import VocabularySlice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_ATTENTION = {"ernie": ERNIE, "mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM}
@@ -189,6 +193,29 @@ def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tm
         num_tokens = sum(len(tokens) for temperature in (0, 1.1) for tokens in generate(llm, temperature=temperature))
         metrics = llm.metrics()
     assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens
+
+
+class AbsentRanks(FakeGroup):
+    """A group whose other ranks do not take part."""
+
+    def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("waits for the other rank")
+
+
+def test_a_dry_run_of_one_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled by one rank of several, which divide the vocabulary."""
+    write_mtp_checkpoint(tmp_path, MIMO)
+    heads = list[DraftHead]()
+    start_up = DraftHead.start_up
+    monkeypatch.setattr(DraftHead, "start_up", lambda self, progress: heads.append(self) or start_up(self, progress))
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp()) as llm:
+        executor = llm.core.executor
+        assert isinstance(executor, InProcessExecutor)
+        executor.runner.sampler.vocabulary = VocabularySlice.of(VOCAB, AbsentRanks(2))
+        (head,) = heads
+        head.launch_inputs(alone=True)
+        with pytest.raises(AssertionError, match="waits for the other rank"):
+            head.launch_inputs(alone=False)
 
 
 def test_a_layer_with_random_weights_runs(tmp_path: Path) -> None:

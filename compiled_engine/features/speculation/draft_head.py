@@ -450,8 +450,8 @@ class DraftHead(Drafter):
             self._fill_drafts(num_requests // query_len, longest)
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
-    def launch_inputs(self) -> None:
-        """Launch the kernels around the head, over padding. The head itself does not run."""
+    def launch_inputs(self, *, alone: bool) -> None:
+        """Launch the kernels around the head, over padding. The head itself does not run. See Drafter for `alone`."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)
@@ -462,7 +462,8 @@ class DraftHead(Drafter):
         size = local_model(self.config).vocab_size if self._token_ids_V is None else len(self._token_ids_V)
         logits_1V = torch.zeros(1, size, dtype=self.config.model.dtype, device=self.config.device)
         tokens_1 = torch.zeros(1, dtype=torch.int64, device=self.config.device)
-        self._sampler.sample_drafts(
+        sampler = self._sampler.alone() if alone else self._sampler
+        sampler.sample_drafts(
             logits_1V, self._token_ids_V, self._sharpness.tensor, rows_1, given.positions_R[:1], tokens_1
         )
         keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)

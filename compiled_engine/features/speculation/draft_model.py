@@ -257,7 +257,7 @@ class DraftModel(Drafter):
         prepare(batch, self._states, self.prompts)
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
-    def launch_inputs(self) -> None:
+    def launch_inputs(self, *, alone: bool) -> None:
         """Launch the kernels around the draft model, over padding. The model itself does not run."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):

@@ -76,8 +76,11 @@ class Drafter(StepFeature, ABC):
         """Launch a pass over the step's prompts. A draft head has none, since it reads prompts after the step."""
 
     @abstractmethod
-    def launch_inputs(self) -> None:
-        """Launch the passes' kernels outside the draft model or head, over padding."""
+    def launch_inputs(self, *, alone: bool) -> None:
+        """Launch the passes' kernels outside the draft model or head, over padding.
+
+        alone: only this rank does so, as in a dry run; it must not wait for other ranks.
+        """
 
     @abstractmethod
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
@@ -98,7 +101,7 @@ class Drafter(StepFeature, ABC):
     def compile_kernels(self) -> None:
         for shape in self._batches()[1:]:
             compile_forward(self.config, self.model, self.prompts, shape)
-        self.launch_inputs()
+        self.launch_inputs(alone=True)
 
     def start_up(self, progress: Progress) -> int:
         device, shapes = self.config.device, not_captured(self.config, self._batches())
@@ -106,7 +109,7 @@ class Drafter(StepFeature, ABC):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
-        self.launch_inputs()
+        self.launch_inputs(alone=False)
         with progress.stage("warm up draft model", total=len(shapes)) as progressed:
             for shape in shapes:
                 self.run_empty(shape.num_tokens, shape.num_requests, shape.host_3, distinct=shape != shapes[0])
