@@ -208,8 +208,6 @@ def resolve_draft(
         if given["method"] == EAGLE3:
             draft, aux_layers = _head(options, given, config, reasons, progress)
         elif given["method"] == MTP:
-            if config.model.load_format != "dummy":
-                _download(config.model.hub_name, config.model.path, progress)
             draft = read_mtp_layer(config.model, config.scheduler.max_model_len, resolve_cache_dir(options))
         else:
             draft = _draft_model(options, given, config, reasons, progress)
@@ -346,7 +344,8 @@ def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[
     }
     if given.get("method") in MTP_NAMES:
         given["method"] = MTP
-    if given.get("method") == MTP and "model" in given and str(given["model"]) == str(model):
+    # As paths, since a folder has several spellings.
+    if given.get("method") == MTP and "model" in given and Path(str(given["model"])) == Path(str(model)):
         del given["model"]
     return given
 

@@ -7,12 +7,13 @@ files only. Small files come first; weights follow when they are about to be loa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -22,6 +23,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
 )
 from tqdm import tqdm
 
@@ -30,7 +32,14 @@ from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, WHOLE_FILE
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
 from compiled_engine.models.checkpoint.quantisation_config import SETTINGS
-from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files
+from compiled_engine.models.checkpoint.safetensors_files import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    find_shards,
+    indexed_files,
+    weight_map,
+)
 from compiled_engine.process.progress import Advance, Progress
 
 # Vocabulary files are downloaded last: if the cache has one of them, it has all other tokenizer files.
@@ -135,14 +144,45 @@ def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
     return Snapshot(folder, f"from {constants.ENDPOINT}")
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a snapshot has all weights."""
+    return not _weights_problem(folder)
+
+
 def download_weights(name: str, folder: Path, progress: Progress) -> None:
     """Download missing weights into a snapshot returned by `find_checkpoint`. Raises the errors of that function."""
-    if not _weights_problem(folder):
+    if has_weights(folder):
         return
     repository = Repository("model", name, folder.name, folder.parents[2])
     with _errors_in_words(repository, _weights_problem(folder)):
         listed = _list_files(repository)
         _download(repository, folder, _weight_files(repository, listed, folder), listed, progress)
+
+
+def describe_weights(
+    name: str, folder: Path, choose: Callable[[Collection[str]], Collection[str]]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a snapshot's weights on the meta device, from the headers of the files on the hub.
+
+    folder: the snapshot. choose: returns the names whose files are read, from all names of the index. Without an index
+    all files are read. Raises the errors of `find_checkpoint`.
+    """
+    repository = Repository("model", name, folder.name, folder.parents[2])
+    found: dict[str, torch.Tensor] = {}
+    with _errors_in_words(repository, _weights_problem(folder)):
+        files = _weight_files(repository, _list_files(repository), folder)
+        if (folder / INDEX).is_file():
+            file_of = weight_map(folder)
+            files = sorted({file_of[each] for each in choose(file_of)})
+        for file in files:
+            try:
+                header = HfApi().parse_safetensors_file_metadata(name, file, revision=folder.name)
+            except SafetensorsParsingError as error:
+                raise ValueError(f"{_named(repository)}, whose {file} is damaged: {error}") from error
+            for each, info in header.tensors.items():  # dtypes without a name here are those of packed codes
+                dtype = DTYPES.get(info.dtype, torch.uint8)
+                found[each] = torch.empty(info.shape, dtype=dtype, device="meta")
+    return found
 
 
 def _cached(repository: Repository, file: str) -> Path | None:

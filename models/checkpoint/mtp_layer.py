@@ -2,7 +2,7 @@
 
 Each family names the layer's tensors in its own way. Here they get the names of the family's model with a single layer,
 and of textbook.mtp.Projection. The embedding and the output projection are the model's; a checkpoint's copies of them
-are not read. Of several MTP layers the first one is read.
+are compared with these, but not read. Of several MTP layers the first one is read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from compiled_engine.models.textbook.mtp import NORM, PROJECTION
 from compiled_engine.quantisation import HEAD, Quantisation
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING_NAME = "embed_tokens.weight"
+_ROWS_COMPARED = 64
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,18 @@ LAYOUTS = {
 def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
     """Return the configuration of the MTP layer in a model's checkpoint.
 
-    target: the model; unless its weights are random, they must be downloaded already. The layer accepts positions up to
-    max_model_len. cache_dir: see `find_description`. Raises ValueError if the family or the checkpoint has no layer
-    that can be read.
+    target: the model. The layer accepts positions up to max_model_len. cache_dir: see `find_description`. Of weights on
+    the hub only the headers of files are read. Raises ValueError if the family or the checkpoint has no layer that can
+    be read, and the errors of `describe_weights`.
     """
     layout = LAYOUTS.get(target.architecture)
     if layout is None:
         raise ValueError(f"no MTP layer of {target.architecture} is known; allowed: models of {', '.join(LAYOUTS)}")
+    if target.quantisation is not None and (scheme := target.quantisation.scheme_of(_OUTPUT.removesuffix(".weight"))):
+        raise ValueError(
+            f"the output projection of {target.path}, which the MTP layer shares, is quantised ({scheme}); allowed: "
+            "one in 16 or 32 bits"
+        )
     whole = JsonFields.from_file(target.path / "config.json")
     fields, _ = text_model(with_overrides(whole, json.loads(target.overrides or "{}")))
     values = {name: value for name, value in fields.values.items() if name != SECTION}
@@ -122,7 +129,7 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         model, _ = foreign_model(single, target.path, target.dtype, cache_dir, [target.architecture])
     quantisation = None
     if target.load_format != "dummy":
-        tensors = _tensors_of_layer(map_tensors(target.path), target)
+        tensors = _tensors_of_layer(_stored_tensors(target, layout), target)
         quantisation = _quantisation(tensors, target.quantisation, target.path)
     return replace(
         model,
@@ -141,10 +148,29 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
     )
 
 
+def _stored_tensors(target: ModelConfig, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint, or those of its MTP layers on the meta device if they are on the hub."""
+    if target.hub_name is None:
+        return map_tensors(target.path)
+    from compiled_engine.models.checkpoint.hub import (
+        describe_weights,  # imports huggingface_hub, not needed for a folder
+        has_weights,
+    )
+
+    def of_layers(names: Collection[str]) -> list[str]:
+        prefixes = tuple(layout.prefixes(names))
+        return [name for name in names if prefixes and layout.spelled(name).startswith(prefixes)]
+
+    if has_weights(target.path):
+        return map_tensors(target.path)
+    return describe_weights(target.hub_name, target.path, of_layers)
+
+
 def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
 
-    Raises ValueError if there is no layer.
+    Raises ValueError if there is no layer, or if the layer has an embedding or an output projection of its own. Those
+    on the meta device are not compared with the model's.
     """
     layout = LAYOUTS[model.architecture]
     prefixes = layout.prefixes(tensors.keys())
@@ -156,7 +182,29 @@ def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -
     spelled = {layout.spelled(name): tensor for name, tensor in tensors.items()}
     stated = {name: tensor for name, tensor in spelled.items() if name.startswith(prefixes[0])}
     own_names = {name: layout.own_name(name.removeprefix(prefixes[0])) for name in stated}
+    of_model = {name: tensor for name, tensor in spelled.items() if not name.startswith(tuple(prefixes))}
+    for name, own in own_names.items():
+        if own is None and name.removeprefix(prefixes[0]).startswith(_COPIES):
+            _require_copy(name, stated[name], of_model, model.path)
     return {own: stated[name] for name, own in own_names.items() if own is not None}
+
+
+def _require_copy(name: str, tensor: torch.Tensor, of_model: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise ValueError if a layer's embedding or output projection is not a copy of the model's.
+
+    Only some rows are compared. of_model: the model's tensors. A tied output projection is the embedding.
+    """
+    wanted = (_EMBEDDING_NAME,) if name.endswith(_EMBEDDING_NAME) else (_OUTPUT, _EMBEDDING_NAME)
+    found = (original for end in wanted for each, original in of_model.items() if each.endswith(end))
+    original = next(found, None)
+    if original is None or original.is_meta or not tensor.is_floating_point():
+        return
+    rows = torch.linspace(0, len(original) - 1, min(len(original), _ROWS_COMPARED)).long()
+    if tensor.shape != original.shape or not torch.equal(tensor[rows].float(), original[rows].float()):
+        raise ValueError(
+            f"{path}: {name} of the MTP layer differs from the model's; allowed: a layer that shares the model's "
+            "embedding and output projection"
+        )
 
 
 def _quantisation(

@@ -14,6 +14,21 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields, describe_l
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Dtypes by their names in the header of a file.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -65,7 +80,7 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
             problems.append(f"{shard.name} repeats tensors of other files: {name_some(repeated)}")
         tensors |= dict(sorted(mapped.items(), key=lambda item: item[1].data_ptr()))
     if not problems and (folder / INDEX).is_file():
-        absent = [name for name in _weight_map(folder) if name not in tensors]
+        absent = [name for name in weight_map(folder) if name not in tensors]
         if absent:
             problems.append(f"{INDEX} names tensors that no file holds: {name_some(absent)}")
     if not problems and not tensors:
@@ -81,7 +96,7 @@ def tensor_names(folder: Path) -> list[str]:
     Raises ValueError for a damaged index.
     """
     if (folder / INDEX).is_file():
-        return sorted(_weight_map(folder))
+        return sorted(weight_map(folder))
     names: list[str] = []
     for shard in folder.glob("*.safetensors"):
         with suppress(SafetensorError, OSError), safe_open(shard, framework="pt") as file:
@@ -91,10 +106,10 @@ def tensor_names(folder: Path) -> list[str]:
 
 def indexed_files(folder: Path) -> list[str]:
     """Return the file names in the folder's index. Raises ValueError for a damaged index."""
-    return sorted(set(_weight_map(folder).values()))
+    return sorted(set(weight_map(folder).values()))
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def weight_map(folder: Path) -> dict[str, str]:
     """Return the index: file name by tensor name."""
     section = JsonFields.from_file(folder / INDEX).section("weight_map")
     for name in section.values:

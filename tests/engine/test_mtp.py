@@ -29,6 +29,7 @@ from mtp_layers import (
     write_mtp_checkpoint,
     write_quantised_mtp,
 )
+from quantised_checkpoints import LAYOUTS, write_quantised
 from safetensors.torch import load_file, save_file
 from scripted_drafts import AnyLength
 
@@ -118,13 +119,39 @@ def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
         assert written.drafts(list(known), len(drafts)) == drafts
 
 
+def copies_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The embedding and the output projection that layers of GLM's family have beside the model's."""
+    tensors = load_file(folder / FILE)
+    return {
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        "shared_head.head.weight": tensors["lm_head.weight"],
+    }
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_a_layer_with_an_embedding_or_output_projection_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    written = write_mtp_checkpoint(tmp_path, GLM)
+    copies = copies_of(tmp_path)
+    add_mtp_layer(tmp_path, GLM, written.tensors | copies | {name: torch.randn_like(copies[name])})
+    message = rf"{GLM.prefix}{name} of the MTP layer differs from the model's; allowed: a layer that shares"
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineOptions(model=str(tmp_path), device="cpu", **mtp()))
+
+
+def test_a_quantised_output_projection_is_refused(tmp_path: Path) -> None:
+    written = write_mtp_checkpoint(tmp_path / "plain", GLM)
+    folder = tmp_path / "quantised"
+    layout = LAYOUTS["compressed-tensors, channel, weights alone"]
+    write_quantised(written.folder, folder, layout, [], round_inputs=False)
+    with pytest.raises(ValueError, match=r"'mtp': the output projection of .* is quantised \(e4m3 1x\*\); allowed: "):
+        resolve(EngineOptions(model=str(folder), device="cpu", **mtp()))
+
+
 def test_copies_of_the_models_tensors_and_further_layers_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write_mtp_checkpoint(tmp_path, GLM)
-    noise = torch.randn(VOCAB, written.single.config.hidden_size)
-    copies = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), noise)
-    add_mtp_layer(tmp_path, GLM, written.tensors | copies)
+    add_mtp_layer(tmp_path, GLM, written.tensors | copies_of(tmp_path))
     further = replace(GLM, prefix="model.layers.4.")
     add_mtp_layer(tmp_path, further, {name: torch.randn_like(each) for name, each in written.tensors.items()})
     seen = record_drafts(monkeypatch)
@@ -230,7 +257,7 @@ def test_a_layer_with_random_weights_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["mimo_mtp", "deepseek_mtp"])
 def test_older_names_of_the_method_may_name_the_model_too(method: str, tmp_path: Path) -> None:
     write_mtp_checkpoint(tmp_path, MIMO)
-    options = mtp(1, model=str(tmp_path))
+    options = mtp(1, model=f"{tmp_path}/")
     options["speculative_config"]["method"] = method
     with LLM(model=str(tmp_path), mode="eager", **ENGINE, **options) as llm:
         generate(llm, temperature=0)

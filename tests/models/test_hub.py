@@ -18,6 +18,8 @@ import pytest
 from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
 from hub_server import TOKEN, PlayedHub, PlayedRepository, played_hub
+from mtp_layers import FILE, MIMO, write_mtp_checkpoint
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 
 from compiled_engine.options import EngineOptions
@@ -119,7 +121,24 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]
 
 
 @pytest.fixture(scope="module")
-def hub(sharded: dict[str, bytes], adapters: list[dict[str, bytes]]) -> Iterator[PlayedHub]:
+def with_mtp_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a tiny model with an MTP layer in a shard of its own."""
+    folder = tmp_path_factory.mktemp("mtp")
+    write_mtp_checkpoint(folder, MIMO)
+    tensors = load_file(folder / FILE)
+    layer = {name for name in tensors if name.startswith(MIMO.prefix)}
+    shards = {"model-1.safetensors": tensors.keys() - layer, "model-2.safetensors": layer}
+    file_of = {name: shard for shard, names in shards.items() for name in names}
+    (folder / INDEX).write_text(json.dumps({"weight_map": file_of}))
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, folder / shard, metadata={"format": "pt"})
+    return {name: content for name, content in files_of(folder).items() if name != FILE and "/" not in name}
+
+
+@pytest.fixture(scope="module")
+def hub(
+    sharded: dict[str, bytes], adapters: list[dict[str, bytes]], with_mtp_layer: dict[str, bytes]
+) -> Iterator[PlayedHub]:
     shards = {name for name in sharded if name.endswith(".safetensors")}
     without_weights = {name: content for name, content in sharded.items() if name not in {*shards, INDEX}}
     everything = UNWANTED | sharded
@@ -135,6 +154,7 @@ def hub(sharded: dict[str, bytes], adapters: list[dict[str, bytes]]) -> Iterator
         ):
             old = {name: content for name, content in files.items() if name != "README.md"}
             hub.repositories[name] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: files, OLD: old}, gated)
+        hub.repositories["org/mtp"] = PlayedRepository({"main": COMMIT}, {COMMIT: with_mtp_layer})
         new, old = adapters
         hub.repositories["org/sql"] = PlayedRepository({"main": COMMIT, "v1": OLD}, {COMMIT: UNWANTED | new, OLD: old})
         hub.repositories["org/pickled"] = PlayedRepository({"main": COMMIT}, {COMMIT: {"adapter_config.json": b"{}"}})
@@ -151,11 +171,14 @@ GENERATE = [
     *("generate", "--mode", "eager", "--device", "cpu", "--max-model-len", "64", "--num-blocks", "32", "--temperature"),
     *("0", "--prompt", "hello", "--max-tokens", "3", "--ignore-eos", "--json"),
 ]
+CONFIG = ["config", "--device", "cpu", "--mode", "eager"]
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
 ONLINE: dict[str, Any] = {
     "generate": [*GENERATE, "--model", "org/model@v1"],
     "again": {"model": "org/model", "revision": "v1"},
     "commit": {"model": f"org/model@{OLD}"},
-    "no weights yet": ["config", "--device", "cpu", "--mode", "eager", "--model", "org/bench", "--json"],
+    "no weights yet": [*CONFIG, "--model", "org/bench", "--json"],
+    "MTP layer": [*CONFIG, "--model", "org/mtp", "--speculative-config", MTP, "--json"],
     "dummy": {"model": "org/small", "load_format": "dummy"},
     "tokenizer": {"tokenizer": "org/model", "tokenizer_revision": "main"},
     "own tokenizer": {"model": "org/model@v1", "tokenizer_revision": "main"},
@@ -228,6 +251,15 @@ def test_the_configuration_needs_no_weights(online: dict[str, Any], hub: PlayedH
     config = json.loads(online["no weights yet"]["stdout"])
     assert config["reasons"]["model.path"] == f"org/bench, from {hub.endpoint}"
     assert not [name for name in hub.files_sent("org/bench") if name.endswith(".safetensors")]
+
+
+def test_the_configuration_of_an_mtp_layer_needs_the_header_of_its_file(online: dict[str, Any], hub: PlayedHub) -> None:
+    assert online["MTP layer"]["code"] == 0, online["MTP layer"]["stderr"]
+    speculation = json.loads(online["MTP layer"]["stdout"])["speculation"]
+    assert speculation["draft"]["model"]["hub_name"] == "org/mtp"
+    assert not [name for name in hub.files_sent("org/mtp") if name.endswith(".safetensors")]
+    parts = [line for line in hub.requested if "/org/mtp/" in line and "bytes=" in line]
+    assert {line.split()[1].rpartition("/")[2] for line in parts} == {"model-2.safetensors"}
 
 
 def test_random_weights_need_no_download(online: dict[str, Any], hub: PlayedHub) -> None:

@@ -26,15 +26,15 @@ class PlayedRepository:
 
 @dataclass
 class PlayedHub:
-    """`requested`: method and path of every request, in order."""
+    """`requested`: method, path and range of bytes of every request, in order."""
 
     endpoint: str = ""
     repositories: dict[str, PlayedRepository] = field(default_factory=dict)
     requested: list[str] = field(default_factory=list)
 
     def files_sent(self, name: str) -> set[str]:
-        """The files of a repository whose contents were asked for."""
-        pattern = rf"GET /{name}/resolve/[^/]+/(.*)"
+        """The files of a repository whose whole contents were asked for."""
+        pattern = rf"GET /{name}/resolve/[^/]+/(\S*)"
         return {match[1] for line in self.requested if (match := re.fullmatch(pattern, line))}
 
 
@@ -54,7 +54,8 @@ def played_hub() -> Iterator[PlayedHub]:
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.requested.append(f"{self.command} {path}")
+            part = self.headers.get("Range")
+            hub.requested.append(f"{self.command} {path}" + (f" {part}" if part else ""))
             found = re.fullmatch(r"/api/models/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>.+)", path)
             found = found or re.fullmatch(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)", path)
             if found is None or found["name"] not in hub.repositories:
@@ -73,7 +74,10 @@ def played_hub() -> Iterator[PlayedHub]:
                 return self._refuse(404, "EntryNotFound")
             content = files[found["file"]]
             etag = hashlib.sha256(content).hexdigest()
-            return self._send(content, {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
+            if part and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", part)):
+                return self._send(content[int(span[1]) : int(span[2]) + 1], headers, 206)
+            return self._send(content, headers)
 
         def _refuse(self, status: int, code: str) -> None:
             self._send(b"", {"X-Error-Code": code, "X-Error-Message": code}, status)
