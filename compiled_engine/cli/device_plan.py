@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from compiled_engine.config import EngineConfig
+    from compiled_engine.config import EngineConfig, ModelConfig
     from compiled_engine.parallel.shards import Shard
 
 GIB = 1 << 30
@@ -29,13 +29,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The weights and KV cache blocks of one rank of a tensor-parallel model."""
+    """The weights, recurrent states and KV cache blocks of one rank of a tensor-parallel model."""
 
     ranks: int
     executor: str
     weight_bytes: int  # weight_bytes and block_bytes: of a rank, or of one rank of each stage together
     whole_weight_bytes: int
-    draft_weight_bytes: int  # of a rank's part of the draft model; 0 without one
+    # Of a rank's part of the draft model, without the parameters that it shares with the model; 0 without one.
+    draft_weight_bytes: int
+    state_bytes: int  # of recurrences, for running requests and snapshots; 0 without them
     block_bytes: int
     # Upper bound on KV cache blocks; activations and CUDA graphs take some. None if unknown or if stages differ.
     most_blocks: int | None
@@ -44,7 +46,7 @@ class RankPlan:
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
-    """Return what one rank will hold, from the configuration alone: its weights and the bytes of a KV cache block.
+    """Return what one rank will hold, from the configuration alone: its weights, states and KV cache blocks.
 
     Reads no weights and creates no CUDA context.
     """
@@ -52,12 +54,16 @@ def rank_plan(config: EngineConfig) -> RankPlan:
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.parallel.rank_share import local_model
 
-    local = dict(build_tensors(local_model(config), config.compile.cache_dir).named_parameters())
-    shards = shards_of(config)
+    model = build_tensors(local_model(config), config.compile.cache_dir)
+    local, shards = dict(model.named_parameters()), shards_of(config)
     weight_bytes, draft_bytes = sum(parameter.nbytes for parameter in local.values()), 0
+    states = getattr(model, "row_states", ())
+    state_bytes = sum(tensor.nbytes for name, tensor in model.named_buffers() if name in states)
     if (draft := config.draft) is not None:
-        tensors = build_tensors(local_model(draft), draft.compile.cache_dir)
-        draft_bytes = sum(parameter.nbytes for parameter in tensors.parameters())
+        tensors = dict(build_tensors(local_model(draft), draft.compile.cache_dir).named_parameters())
+        shared = _shared_names(local_model(draft))
+        draft_bytes = sum(parameter.nbytes for name, parameter in tensors.items() if name not in shared)
+    used_bytes = weight_bytes + draft_bytes + state_bytes
     sums = sum(_is_summed(name, shards[name]) for name in local)
     return RankPlan(
         ranks=config.parallel.tensor_parallel_size,
@@ -65,11 +71,24 @@ def rank_plan(config: EngineConfig) -> RankPlan:
         weight_bytes=weight_bytes,
         whole_weight_bytes=sum(math.prod(shards[name].whole) * local[name].element_size() for name in local),
         draft_weight_bytes=draft_bytes,
+        state_bytes=state_bytes,
         block_bytes=block_bytes(config),
-        most_blocks=most_blocks(config, weight_bytes + draft_bytes) if config.parallel.num_stages == 1 else None,
+        most_blocks=most_blocks(config, used_bytes) if config.parallel.num_stages == 1 else None,
         collectives_a_step=sums + (local_model(config).vocab_size != config.model.vocab_size),
         slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
     )
+
+
+def _shared_names(draft: ModelConfig) -> frozenset[str]:
+    """Return the names of the parameters that a draft model, head or MTP layer shares with the model."""
+    from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, has_embedding
+    from compiled_engine.models.checkpoint.mtp_layer import shared_shapes
+
+    if draft.head is None:
+        return frozenset()
+    if draft.head.is_mtp:
+        return frozenset(shared_shapes(draft))
+    return frozenset() if has_embedding(draft) else frozenset((EMBEDDING,))
 
 
 def _is_summed(name: str, shard: Shard) -> bool:
@@ -77,8 +96,8 @@ def _is_summed(name: str, shard: Shard) -> bool:
     return shard.divides_input or (shard.dim == 0 and "embed" in name)
 
 
-def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Return an upper bound on the KV cache blocks of `layers` (None: all layers) that fit with the weights.
+def most_blocks(config: EngineConfig, used_bytes: int, layers: range | None = None) -> int | None:
+    """Return an upper bound on the KV cache blocks of `layers` (None: all layers) that fit with used_bytes in use.
 
     A configured number of blocks is returned unchanged. Without one, the result is None on devices other than CUDA.
     """
@@ -91,7 +110,7 @@ def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = 
     if config.device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(config.device).total_memory
-    return int(total * config.cache.gpu_memory_utilization - weight_bytes) // block_bytes(config, layers)
+    return int(total * config.cache.gpu_memory_utilization - used_bytes) // block_bytes(config, layers)
 
 
 def _slices(parameters: dict[str, tuple[Shard, tuple[int, ...]]]) -> tuple[Slice, ...]:
@@ -114,10 +133,11 @@ def rank_table(plan: RankPlan) -> Table:
     """Return a table with a row for each kind of parameter, and a rank's totals in the title."""
     blocks = "" if plan.most_blocks is None else f", at most {plan.most_blocks:,} of them"
     draft = f", {plan.draft_weight_bytes / GIB:.2f} GiB of a draft model" if plan.draft_weight_bytes else ""
+    states = f", {plan.state_bytes / GIB:.2f} GiB of recurrent states" if plan.state_bytes else ""
     table = Table(
         box=None,
         title=f"{plan.ranks} ranks ({plan.executor}): {plan.weight_bytes / GIB:.2f} GiB of "
-        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each{draft}; KV cache blocks of "
+        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each{draft}{states}; KV cache blocks of "
         f"{plan.block_bytes / 2**20:.2f} MiB{blocks}; {plan.collectives_a_step} collectives a step",
         title_justify="left",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from families import family, write_checkpoint
+from mtp_layers import QWEN_VISION, write_mtp_checkpoint
 from typer.testing import CliRunner
 
 from compiled_engine.bench.shapes import write_shape
@@ -186,6 +188,30 @@ def test_config_shows_what_a_draft_model_takes_of_a_rank(bundled_model_path: Pat
     assert found[0]["draft_weight_bytes"] == 0
     assert found[1]["draft_weight_bytes"] == found[1]["weight_bytes"] == found[0]["weight_bytes"]
     assert found[1]["block_bytes"] == 2 * found[0]["block_bytes"]
+
+
+def test_the_plan_counts_shared_parameters_once_and_has_recurrent_states(tmp_path: Path) -> None:
+    """With drafts an MTP layer adds its own parameters alone."""
+    case = replace(QWEN_VISION, family=QWEN_VISION.family.to_divide())
+    written = write_mtp_checkpoint(tmp_path, case)
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+    arguments = ["config", "--model", str(tmp_path), "--device", "cpu", "--mode", "eager", "--max-num-seqs", "4"]
+    arguments += ["--num-state-snapshots", "3", "--tensor-parallel-size", "2", "--dtype", "float32"]
+    plain, drafted = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more, "--json"]).stdout)
+        for more in ([], ["--speculative-config", drafts])
+    )
+    layer_bytes = sum(tensor.nbytes for tensor in written.tensors.values())
+    own = drafted["ranks"]["draft_weight_bytes"]
+    assert layer_bytes / 2 <= own < 0.75 * layer_bytes  # norms and the projection are whole in each rank
+    assert drafted["ranks"]["weight_bytes"] == plain["ranks"]["weight_bytes"]
+    assert 0 < plain["ranks"]["state_bytes"] < drafted["ranks"]["state_bytes"]
+    row_bytes = sum(
+        prod(state["shape"]) * {"float32": 4, "bfloat16": 2}[state["dtype"]]
+        for state in plain["model"]["recurrences"]["states"]
+    )
+    assert plain["ranks"]["state_bytes"] == 7 * row_bytes / 2
+    assert "GiB of recurrent states; KV cache" in " ".join(CliRunner().invoke(app, arguments).stdout.split())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
