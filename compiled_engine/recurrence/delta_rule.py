@@ -51,7 +51,7 @@ def apply_rule_reference(
         sequences, num_certain_R = sequences.joined()
     states_RHkv = sequences.states(state_SHkv)
     if drafted is not None:
-        _apply_drafts(states_RHkv, drafted, sequences)
+        _apply_drafts(states_RHkv, drafted, sequences, num_certain_R)
     out_THv.zero_()
     alone_R = (num_certain_R == 1) & (sequences.rows_R >= 0)
     if alone_R.any():
@@ -102,12 +102,18 @@ def _compute_drafts(
         drafts_SHNw[rows, :, slots] = torch.cat((k_THk[tokens], written_RHv, g_TH[tokens, :, None]), -1)
 
 
-def _apply_drafts(states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences) -> None:
-    """Apply the previous step's right drafts to the states, in place. They precede this step's first token."""
+def _apply_drafts(
+    states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences, num_certain_R: torch.Tensor
+) -> None:
+    """Apply the previous step's right drafts to the states, in place. They precede this step's first token.
+
+    A request with several certain tokens has no right drafts, since it had no drafts in the previous step.
+    """
     rows_R = sequences.rows_R.clamp(min=0).long()
     continues_R = (sequences.rows_R >= 0) & (sequences.num_before > 0)
     lengths_R = torch.where(continues_R, drafted.lengths_SHv[rows_R, 0, 0], 0)
     num_right_R = torch.where(continues_R, sequences.num_before - lengths_R, 0)
+    assert not num_right_R[num_certain_R > 1].any()  # the kernel does not apply any to them
     for draft in range(int(num_right_R.max())):
         right_R = num_right_R > draft
         slots = (lengths_R[right_R] + draft) % drafted.drafts_SHNw.shape[2]
