@@ -117,6 +117,7 @@ class RowState:
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
     dtype: str
+    in_snapshots: bool = True  # whether snapshots have it too
 
     @property
     def row_bytes(self) -> int:
@@ -130,13 +131,22 @@ class Recurrences:
 
     states: tuple[RowState, ...]  # with drafts, also the tensors that keep updates of drafts, see recurrence/states.py
     num_rows: int = 0  # rows of each state, one per running request
-    num_snapshots: int = 0  # further rows, for the prefix cache; 0: no prefix caching
+    num_snapshots: int = 0  # further rows of states that snapshots have, for the prefix cache; 0: no prefix caching
     num_drafts: int = 0  # most drafts of a request in a step, for which the states have room
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in all states together. A running request takes one row, and so does a snapshot."""
+        """Bytes of a running request's row in all states together."""
         return sum(state.row_bytes for state in self.states)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot's row in all states together."""
+        return sum(state.row_bytes for state in self.states if state.in_snapshots)
+
+    def rows_of(self, state: RowState) -> int:
+        """Return the number of rows of a state: those of running requests, followed by those of snapshots."""
+        return self.num_rows + (self.num_snapshots if state.in_snapshots else 0)
 
 
 @dataclass(frozen=True)

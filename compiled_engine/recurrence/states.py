@@ -11,8 +11,8 @@ step must begin with the state after the last right one. No state is copied for 
   their states. It keeps an update for each draft (a key, a value and a decay, small beside a state) in the slot of the
   draft's position. The next step applies the updates from the end of the state to its own first token.
 
-The host takes no part. Tokens that are sampled again change only the position at which the next step begins. A row is
-complete in itself, so a copy of it is a snapshot.
+The host takes no part. Tokens that are sampled again change only the position at which the next step begins. A
+snapshot is a copy of a row behind tokens of a prompt, so it needs no updates of drafts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _with_drafts(state: RowState, num_drafts: int) -> Iterator[RowState]:
         num_heads, key, value = state.shape
         # The step before has num_drafts positions before the newest token, and this step as many after it. All of them
         # must have different slots.
-        yield RowState(f"{owner}.{RULE_DRAFTS}", (num_heads, 2 * num_drafts + 1, key + value + 1), "float32")
+        shape = num_heads, 2 * num_drafts + 1, key + value + 1
+        yield RowState(f"{owner}.{RULE_DRAFTS}", shape, "float32", in_snapshots=False)
         yield RowState(f"{owner}.{RULE_LENGTHS}", (num_heads, value), "int32")
 
 

@@ -52,6 +52,7 @@ from compiled_engine.resolve.recurrences import (
     resolve_rows,
     resolve_snapshots,
     resolve_states,
+    snapshot_bytes,
     state_bytes,
 )
 from compiled_engine.resolve.speculation import num_drafts_asked, resolve_speculation
@@ -88,7 +89,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     model = resolve_states(model, num_drafts_asked(options))
     rank_state_bytes = state_bytes(model, parallel.tensor_parallel_size)
     scheduler = _scheduler(options, model, device, rank_state_bytes, reasons)
-    num_snapshots = resolve_snapshots(options, rank_state_bytes, scheduler.max_num_seqs, device, reasons)
+    num_bytes = snapshot_bytes(model, parallel.tensor_parallel_size)
+    num_snapshots = resolve_snapshots(options, num_bytes, scheduler.max_num_seqs, device, reasons)
     if model.recurrences is not None:
         num_rows = scheduler.max_num_seqs
         recurrences = resolve_rows(model.recurrences, rank_state_bytes, num_rows, num_snapshots, reasons)

@@ -34,6 +34,11 @@ def state_bytes(model: ModelConfig, num_ranks: int) -> int:
     return 0 if model.recurrences is None else model.recurrences.row_bytes // num_ranks
 
 
+def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
+    """Return the bytes of a snapshot on each rank; 0 without recurrences."""
+    return 0 if model.recurrences is None else model.recurrences.snapshot_bytes // num_ranks
+
+
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
     """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences."""
     return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
@@ -52,23 +57,23 @@ def resolve_rows(
 
 
 def resolve_snapshots(
-    options: EngineOptions, request_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
+    options: EngineOptions, num_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
 ) -> int:
-    """Return the number of snapshots, each of `request_bytes`; 0 without recurrences or without prefix caching.
+    """Return the number of snapshots, each of `num_bytes`; 0 without recurrences or without prefix caching.
 
     Raises ValueError if num_state_snapshots requests snapshots that would not be used.
     """
     given = options.num_state_snapshots
-    if not request_bytes or not options.enable_prefix_caching:
-        reason = "enable_prefix_caching is False" if request_bytes else "the model has no recurrences"
+    if not num_bytes or not options.enable_prefix_caching:
+        reason = "enable_prefix_caching is False" if num_bytes else "the model has no recurrences"
         if given:
             require_defaults(options, reason, "num_state_snapshots", allowed="0")
         return 0
     if given is not None:
         return given
     budget = SNAPSHOT_BYTES[device.type]
-    count = max(LEAST_SNAPSHOTS, min(budget // request_bytes, SNAPSHOTS_PER_REQUEST * max_num_seqs))
+    count = max(LEAST_SNAPSHOTS, min(budget // num_bytes, SNAPSHOTS_PER_REQUEST * max_num_seqs))
     reasons["model.recurrences.num_snapshots"] = (
-        f"{request_bytes / MIB:.2f} MiB each: {count * request_bytes / GIB:.2f} GiB of {budget / GIB:g} GiB"
+        f"{num_bytes / MIB:.2f} MiB each: {count * num_bytes / GIB:.2f} GiB of {budget / GIB:g} GiB"
     )
     return count

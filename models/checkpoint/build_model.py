@@ -70,10 +70,10 @@ def _with_states(model: Any, config: ModelConfig) -> Any:
     """Add the recurrences' states to the model as buffers on the meta device, named in its `row_states`."""
     if (recurrences := config.recurrences) is not None:
         model.row_states = frozenset(state.name for state in recurrences.states)
-        count = recurrences.num_rows + recurrences.num_snapshots
         for state in recurrences.states:
             owner, _, name = state.name.rpartition(".")
-            rows = torch.empty((count, *state.shape), dtype=getattr(torch, state.dtype), device="meta")
+            shape = recurrences.rows_of(state), *state.shape
+            rows = torch.empty(shape, dtype=getattr(torch, state.dtype), device="meta")
             model.get_submodule(owner).register_buffer(name, rows, persistent=False)
     return model
 

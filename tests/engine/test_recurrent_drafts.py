@@ -343,9 +343,12 @@ def test_the_memory_of_states_is_told_before_the_start(folder: Path) -> None:
     with LLM(folder, progress=False, **options) as llm:
         metrics = llm.metrics()
     assert metrics["state_bytes"] - metrics["snapshot_bytes"] == num_bytes
+    assert metrics["snapshot_bytes"] == recurrences.snapshot_bytes * recurrences.num_snapshots
     plain = resolve(make_options({"model": folder} | options | {"speculative_config": None})).model.recurrences
     assert plain is not None
     assert plain.row_bytes < recurrences.row_bytes
+    has_rules = any(state.name.endswith(RULE_STATE) for state in plain.states)
+    assert (recurrences.snapshot_bytes < recurrences.row_bytes) == has_rules
 
 
 @pytest.mark.gpu

@@ -162,4 +162,5 @@ def test_room_for_drafts_comes_and_goes() -> None:
         ("a.rule_drafts", (4, 7, 21), "float32"),
         ("a.rule_lengths", (4, 12), "int32"),
     ]
+    assert [each.name for each in kept if not each.in_snapshots] == ["a.rule_drafts"]
     assert without_drafts(kept, 3) == states == without_drafts(states, 0) == list(with_drafts(states, 0))

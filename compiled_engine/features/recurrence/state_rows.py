@@ -1,7 +1,8 @@
 """The states of recurrences on the device: first a row for each running request, then the snapshots of prefixes.
 
-Both are rows of the same tensors, so a snapshot is taken or used by copying a row of each tensor. Copies are launched
-in the steps' stream: to the rows of new requests before a step, to snapshots after it. See snapshots.py.
+Both are rows of the same tensors, so a snapshot is taken or used by copying a row of each tensor. Tensors that only
+drafts need have no rows for snapshots. Copies are launched in the steps' stream: to the rows of new requests before a
+step, to snapshots after it. See snapshots.py.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class StateRows(StepFeature):
     name = NAME
 
     def __init__(self, recurrences: Recurrences, tensors: Mapping[str, torch.Tensor], states: RequestStates) -> None:
-        """`tensors` has the model's tensors by name. The tensor of a state is [num_rows + num_snapshots, ...]."""
+        """`tensors` has the model's tensors by name; for their rows see Recurrences.rows_of."""
         self._num_rows, self._states = recurrences.num_rows, states
+        self._bytes = sum(tensors[state.name].nbytes for state in recurrences.states)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for state in recurrences.states:
+        for state in (state for state in recurrences.states if state.in_snapshots):
             by_dtype.setdefault(tensors[state.name].dtype, []).append(tensors[state.name])
         self._groups = [*by_dtype.values()]  # a copy of several tensors in one launch needs equal dtypes
         self._views: dict[int, list[list[torch.Tensor]]] = {}
@@ -44,9 +46,8 @@ class StateRows(StepFeature):
 
     def metrics(self) -> dict[str, int]:
         """Return the bytes of all states, and the part that snapshots take."""
-        tensors = [tensor for group in self._groups for tensor in group]
-        snapshots = sum(tensor[self._num_rows :].nbytes for tensor in tensors)
-        return {"state_bytes": sum(tensor.nbytes for tensor in tensors), "snapshot_bytes": snapshots}
+        snapshots = sum(tensor[self._num_rows :].nbytes for group in self._groups for tensor in group)
+        return {"state_bytes": self._bytes, "snapshot_bytes": snapshots}
 
     def close(self) -> None:
         self._groups.clear()
