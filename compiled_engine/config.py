@@ -173,7 +173,8 @@ class HeadConfig:
     norm_before_residual: bool = False  # the residual is the normed input of its layer, instead of the input
     norm_before_fc: bool = False  # the concatenated hidden states are normed first
     hidden_first: bool = False  # an MTP layer's projection reads the hidden state before the embedding, not after it
-    shares_norm: bool = False  # an MTP layer has no last norm of its own, and reads hidden states before the model's
+    # An MTP layer ends with the model's last norm, and its projection reads hidden states before that norm.
+    shares_norm: bool = False
 
     @property
     def is_mtp(self) -> bool:

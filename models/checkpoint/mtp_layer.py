@@ -39,7 +39,7 @@ class Layout:
     embedding_norm: str
     hidden_norm: str
     projection: str
-    norm: str  # the last one; empty if it is the model's
+    norm: str  # after the decoder layer; empty if the model's last norm takes its place
     decoder_layer: str = ""  # prefix of the names of the decoder layer's tensors
     hidden_first: bool = False  # the projection reads the hidden state before the embedding
     # Values for config.json with which the first layer of the family's model is like the MTP layer. A list is that of

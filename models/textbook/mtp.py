@@ -41,8 +41,10 @@ class Projection(nn.Module):
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
         """Return the projections [T, D]. norm_D: the weight of the norm that computed the hidden states."""
-        if self.shares_norm:  # without the weight they differ from those before the norm in scale, which a norm drops
-            hidden_TD = hidden_TD / norm_D
+        if self.shares_norm:
+            # Divided by the weight, the states are those before the norm but for a factor, which hidden_norm removes.
+            # Where the weight is 0, they are unknown.
+            hidden_TD = torch.where(norm_D == 0, 0.0, hidden_TD / norm_D)
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
         projected_TD: torch.Tensor = self.proj(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
         return projected_TD

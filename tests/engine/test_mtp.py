@@ -84,7 +84,7 @@ def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written", OF_ATTENTION, indirect=True)
 def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
+    """Draft after chunks of prompts, cached prefixes, preemptions and accepted drafts."""
     seen = record_drafts(monkeypatch)
     with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
         assert generate(llm, temperature=0) == generate(plain, temperature=0)
@@ -100,7 +100,7 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
 def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With snapshots of states, and of a layer whose prefix is in blocks."""
+    """Draft after prefixes whose states come from snapshots, and the layer's keys from blocks."""
     more = {"max_model_len": 160, "num_blocks": 64, "num_state_snapshots": 4, "enable_prefix_caching": True}
     given = {"model": str(written.folder), "mode": "eager", **ENGINE, **more}
     with LLM(**given) as llm:

@@ -96,7 +96,7 @@ Result = tuple[list[int], str | None, list[float]]
 
 
 def results(llm: LLM) -> list[Result]:
-    """What each request gets: tokens, how it ends, and log-probabilities."""
+    """Return each request's tokens, reason of its end, and log-probabilities."""
     params = [
         SamplingParams(**{"seed": number, "max_tokens": 30, "detokenize": False, "ignore_eos": True} | sampling)
         for number, sampling in enumerate(SAMPLING)
@@ -267,7 +267,8 @@ def at_position(states: dict[str, torch.Tensor], computed: int) -> dict[tuple[st
 
 
 def test_states_are_those_of_the_tokens_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, after each step, if steps have as many rows: those of an engine whose drafts are never right."""
+    """Compare states after each step with those of an engine whose drafts are never right and whose steps have as many
+    rows. They are equal to the bit."""
     prompt, length = [5, 17, 80, 3, 9], 40
     params = SamplingParams(temperature=0, seed=0, max_tokens=length, detokenize=False, ignore_eos=True)
     with LLM(folder, **ENGINE) as llm:
@@ -306,7 +307,7 @@ def test_right_drafts_are_all_accepted(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_drafts_accepted_at_random_leave_states_of_numbers(folder: Path, tmp_path: Path) -> None:
-    """As benchmarks measure them, with a head of random weights."""
+    """Accept a random head's drafts at random, as benchmarks do."""
     options = ENGINE | {"load_format": "dummy"}
     model = resolve(make_options({"model": folder, "device": "cpu", "load_format": "dummy"})).model
     params = [SamplingParams(seed=seed, max_tokens=80, detokenize=False, ignore_eos=True) for seed in range(4)]

@@ -26,7 +26,7 @@ class MtpCase:
     prefix: str = f"model.layers.{TINY['num_hidden_layers']}."
     decoder_layer: str = ""
     hidden_first: bool = False
-    # Of the model with a single layer that computes what the MTP layer does.
+    # Changed fields of the configuration with a single layer that computes the same as the MTP layer.
     single: tuple[tuple[str, Any], ...] = ()
     architecture: str = ""  # of config.json, if it is not that of the family in transformers
     offset: float = 0.0  # what norms add to their weights

@@ -30,7 +30,7 @@ class Oracle:
         return []
 
     def features(self, parts: RunnerParts) -> list[StepFeature]:
-        """In place of features.registry.drafting, in an engine with drafts."""
+        """Return the features of drafts; takes the place of features.registry.drafting."""
         if not parts.config.speculation.num_tokens:
             return []
         self.parts = parts
