@@ -33,6 +33,7 @@ from compiled_engine.features.sleep.step_sleep import LoseWeights, StepSleep
 from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
+from compiled_engine.features.speculation.drafter import Drafter
 from compiled_engine.features.speculation.eager_aux_hidden_states import EagerAuxHiddenStates
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.speculation.verification import DraftAdvance
@@ -116,7 +117,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     """Return the device parts of the enabled features. See `make_features` for `link`."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
-    others: list[CheckTensors] = []
+    others: list[CheckTensors] = [each.check_weights for each in features if isinstance(each, Drafter)]
     asleep: list[LoseWeights] = []
     if config.images is not None:
         features.insert(0, images_on_device := StepImagesOnDevice.of(parts, config.images))

@@ -242,6 +242,12 @@ def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict
     return _tensors_of_layer(tensors, model) | of_model
 
 
+def has_mtp_layer(names: Collection[str], architecture: str) -> bool:
+    """Return whether the tensors with these names include those of an MTP layer."""
+    layout = LAYOUTS.get(architecture)
+    return layout is not None and bool(layout.prefixes(names))
+
+
 def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters that an MTP layer shares with its model, by name. model: of the layer."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((_EMBEDDING, _OUTPUT), (model.vocab_size, model.hidden_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,41 @@ def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tm
         num_tokens = sum(len(tokens) for temperature in (0, 1.1) for tokens in generate(llm, temperature=temperature))
         metrics = llm.metrics()
     assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens
+
+
+@pytest.mark.parametrize("case", [MIMO, GLM, QWEN_VISION], ids=["mimo", "glm", "qwen3_5"])
+def test_an_update_of_the_weights_has_those_of_the_layer(
+    case: MtpCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards drafts are those of an engine with the new checkpoint; without the layer's tensors it stays."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_mtp_checkpoint(old, case)
+    shutil.copytree(old, new)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: tensor * (1 + 0.5 * torch.rand(tensor.shape, generator=generator))
+        for name, tensor in load_file(old / FILE).items()
+    }
+    save_file(tensors, new / FILE, metadata={"format": "pt"})
+    options = {"mode": "eager", **ENGINE, **mtp()}
+    seen, found = record_drafts(monkeypatch), list[tuple[list[list[int]], dict[tuple[int, ...], list[int]]]]()
+
+    def draft(llm: LLM) -> None:
+        seen.clear()
+        found.append((generate(llm, temperature=0), dict(seen)))
+
+    with LLM(model=str(new), **options) as llm:
+        draft(llm)
+    with LLM(model=str(old), **options) as llm:
+        llm.update_weights({name: tensor for name, tensor in tensors.items() if not name.startswith(case.prefix)})
+        draft(llm)
+        llm.update_weights(tensors)
+        draft(llm)
+    (tokens, drafts), (tokens_between, drafts_between), updated = found
+    assert updated == (tokens, drafts)
+    assert tokens_between == tokens
+    assert drafts_between != drafts
+    assert len(drafts) > 50
 
 
 class AbsentRanks(FakeGroup):

@@ -8,6 +8,7 @@ know the tokens. For batches of decodes on a GPU, each may be a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, extra_ste
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
-from compiled_engine.models.checkpoint.mtp_layer import shared_shapes
+from compiled_engine.models.checkpoint.loader import CheckedWeights
+from compiled_engine.models.checkpoint.mtp_layer import has_mtp_layer, shared_shapes
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.rank_share import local_model
 
@@ -255,6 +257,7 @@ class DraftHead(Drafter):
             loaded = load_model(config, self.compiled, group, progress, shared)
             head = config.model.head
             token_ids_V = None if head is not None and head.is_mtp else draft_tokens(config.model)
+        self._weights = loaded.weights
         self.model = ModelForward(config, loaded, parts.on_attention)
         # The model's token id for each token id of the head, int64; None if the logits are as the model's.
         self._token_ids_V = None if token_ids_V is None else token_ids_V.to(config.device)
@@ -264,6 +267,11 @@ class DraftHead(Drafter):
         self._prefill_head_keys = prefill_head_keys(read, self.config.scheduler.max_model_len)
         self._replay = replay
         return FeatureGraphs(keys, dict.fromkeys((*self._prefill_head_keys.values(), *self._num_drafts_of), self))
+
+    def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
+        model = self.config.model
+        is_mtp = model.head is not None and model.head.is_mtp
+        return self._weights.check(tensors, source) if is_mtp and has_mtp_layer(tensors, model.architecture) else None
 
     def allocate(self, num_blocks: int) -> None:
         self.model.allocate(num_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from compiled_engine.engine.step_hooks import FeatureModel, StepFeature
 from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
+from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.process.progress import Progress
 
 NO_ROWS = np.empty(0, np.int32)
@@ -74,6 +76,13 @@ class Drafter(StepFeature, ABC):
 
     def read_prompts(self, drafting: Drafting) -> None:
         """Launch a pass over the step's prompts. A draft head has none, since it reads prompts after the step."""
+
+    def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
+        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the draft model or head.
+
+        Only MTP layers are in the checkpoint of the model.
+        """
+        return None
 
     @abstractmethod
     def launch_inputs(self, *, alone: bool) -> None:
