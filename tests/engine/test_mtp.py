@@ -97,6 +97,18 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
         assert written.drafts(list(known), len(drafts)) == drafts
 
 
+@pytest.mark.product(one_in=4)
+@pytest.mark.parametrize("written", ["ernie"], indirect=True)
+def test_compiled_drafts_are_those_of_the_whole_sequence(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer reads hidden states before the model's last norm."""
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(written.folder), mode="compiled", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::8]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
 @pytest.mark.parametrize("written", HYBRIDS, indirect=True)
 def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
     written: Written, monkeypatch: pytest.MonkeyPatch
@@ -203,13 +215,26 @@ def test_a_layer_at_rest_changes_no_token(written: Written, plain: LLM, monkeypa
     assert metrics["draft_tokens"] > 0
 
 
-DIVIDED = replace(QWEN_VISION, family=QWEN_VISION.family.to_divide())
+DRAWN = pytest.mark.product(one_in=4)
+DIVIDED = [replace(case, family=case.family.to_divide()) for case in (MIMO, QWEN_VISION)]
+TIED = [
+    replace(case, family=replace(case.family, changes={**case.family.changes, "tie_word_embeddings": True}))
+    for case in (MIMO, GLM)
+]
 
 
 @pytest.mark.parametrize(
     ("case", "mode", "ranks"),
-    [(MIMO, "eager", 1), (DIVIDED, "eager", 2), (MIMO, "auto", 1), (QWEN_NEXT, "auto", 1)],
-    ids=["mimo", "qwen3_5 on two ranks", "compiled mimo", "compiled qwen3_next"],
+    [
+        pytest.param(MIMO, "eager", 1, id="mimo"),
+        pytest.param(TIED[0], "eager", 1, id="tied mimo"),
+        pytest.param(TIED[1], "eager", 1, id="tied glm"),
+        pytest.param(DIVIDED[1], "eager", 2, id="qwen3_5 on two ranks"),
+        pytest.param(MIMO, "auto", 1, id="compiled mimo"),
+        pytest.param(QWEN_NEXT, "auto", 1, id="compiled qwen3_next"),
+        pytest.param(TIED[0], "auto", 1, id="compiled tied mimo", marks=DRAWN),
+        pytest.param(DIVIDED[0], "auto", 2, id="compiled mimo on two ranks", marks=DRAWN),
+    ],
 )
 def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tmp_path: Path) -> None:
     """Compiled too, where forwards of few tokens return logits beside hidden states; and with a divided vocabulary."""
@@ -256,6 +281,19 @@ def test_an_update_of_the_weights_has_those_of_the_layer(
     assert tokens_between == tokens
     assert drafts_between != drafts
     assert len(drafts) > 50
+
+
+def test_zeros_in_the_weight_of_the_models_last_norm_make_no_draft_wrong(tmp_path: Path) -> None:
+    """ERNIE's layer reads hidden states before this norm, which are computed from those after it."""
+    written = write_mtp_checkpoint(tmp_path, ERNIE)
+    make_exact(written)
+    tensors = load_file(tmp_path / FILE)
+    tensors["model.norm.weight"][::7] = 0
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp(draft_sharpness=1)) as llm:
+        generate(llm, temperature=0)
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 50
 
 
 class AbsentRanks(FakeGroup):

@@ -197,10 +197,11 @@ def make_exact(written: Written) -> None:
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    prefix, size = written.case.prefix, written.single.config.hidden_size
+    size, stored = written.single.config.hidden_size, written.case.stored
     halves = [torch.eye(size), torch.zeros(size, size)]
-    tensors[f"{prefix}{projection}.weight"] = torch.cat(halves[::-1] if written.case.hidden_first else halves, -1)
-    tensors[f"{prefix}{embedding_norm}.weight"] = torch.full((size,), 1 - written.case.offset)
+    tensors[stored(f"{projection}.weight")] = torch.cat(halves[::-1] if written.case.hidden_first else halves, -1)
+    tensors[stored(f"{embedding_norm}.weight")] = torch.full((size,), 1 - written.case.offset)
     last_norm = next(tensor for name, tensor in tensors.items() if re.fullmatch(r"model\.(\w+\.)?norm\.weight", name))
-    tensors[f"{prefix}{norm}.weight"] = last_norm.clone()
+    if not written.case.shares_norm:
+        tensors[stored(f"{norm}.weight")] = last_norm.clone()
     save_file(tensors, file, metadata={"format": "pt"})
