@@ -40,6 +40,7 @@ from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.group import FakeGroup
+from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.ranks import VocabularySlice
 
@@ -308,7 +309,12 @@ def test_a_dry_run_of_one_rank_waits_for_no_other(tmp_path: Path, monkeypatch: p
     write_mtp_checkpoint(tmp_path, MIMO)
     heads = list[DraftHead]()
     start_up = DraftHead.start_up
-    monkeypatch.setattr(DraftHead, "start_up", lambda self, progress: heads.append(self) or start_up(self, progress))
+
+    def record(self: DraftHead, progress: Progress) -> int:
+        heads.append(self)
+        return start_up(self, progress)
+
+    monkeypatch.setattr(DraftHead, "start_up", record)
     with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp()) as llm:
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
