@@ -139,6 +139,13 @@ class EngineOptions:
     enable_prefix_caching: bool = declare(
         True, SWITCH, "reuse the KV cache of prompts with a common prefix", flag="--no-prefix-caching"
     )
+    kv_events_config: Mapping[str, Any] | str | None = declare(
+        None,
+        OBJECT,
+        "[publish which blocks the prefix cache has](prefix_caching.md#events): a dict with `enable_kv_cache_events`, "
+        "`endpoint` and more, on the command line as JSON",
+        default_is="nothing is published",
+    )
     num_state_snapshots: int | None = declare(
         None,
         integer(0, 1 << 20),

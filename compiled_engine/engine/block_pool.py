@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from compiled_engine.engine.cache_resource import check_holders
 from compiled_engine.engine.messages import Content
@@ -75,6 +76,29 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
     return hashes
 
 
+class BlockWatcher(Protocol):
+    """Watches which blocks of a group can be found by their hashes, while steps are planned and processed."""
+
+    def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Note blocks that can be found from now on. Steps in flight may still have to fill them.
+
+        indices: their places in the request's block table, ascending. hashes: of all its leading blocks up to the last.
+        """
+        ...
+
+    def evicted(self, block: int, block_hash: bytes) -> None:
+        """Note a block that cannot be found any more, because it was allocated again."""
+        ...
+
+    def dropped(self, block: int, block_hash: bytes) -> None:
+        """Note a block that cannot be found any more, because its contents were not written."""
+        ...
+
+    def cleared(self) -> None:
+        """Note that no block can be found any more."""
+        ...
+
+
 class BlockPool:
     """Counts references to blocks. Blocks without references are in a free list and are allocated from its front.
 
@@ -90,6 +114,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.watchers: list[BlockWatcher] = []
 
     @property
     def num_free(self) -> int:
@@ -112,8 +137,10 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            if self._hashes[block] is not None:
-                self.unregister(block)
+            if (block_hash := self._hashes[block]) is not None:
+                self._forget(block, block_hash)
+                for watcher in self.watchers:
+                    watcher.evicted(block, block_hash)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -134,18 +161,28 @@ class BlockPool:
             if self._hashes[block] is None:
                 self._free.move_to_end(block, last=False)
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Register a held block under its hash, unless another block is already registered under this hash."""
-        if block_hash not in self._block_of_hash:
-            self._block_of_hash[block_hash] = block
-            self._hashes[block] = block_hash
+    def register(self, block: int, block_hash: bytes) -> bool:
+        """Register a held block under its hash, unless another block is already registered under this hash.
+
+        Returns whether it was registered. The caller tells the watchers.
+        """
+        if block_hash in self._block_of_hash:
+            return False
+        self._block_of_hash[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
 
     def unregister(self, block: int) -> None:
         """Remove a block's hash, if it has one, so that the block cannot be found."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._block_of_hash[block_hash]
-            self._hashes[block] = None
+            self._forget(block, block_hash)
+            for watcher in self.watchers:
+                watcher.dropped(block, block_hash)
+
+    def _forget(self, block: int, block_hash: bytes) -> None:
+        del self._block_of_hash[block_hash]
+        self._hashes[block] = None
 
     def check_all_free(self) -> None:
         """Raise RuntimeError if a block is held. Call it when no request is left."""
@@ -153,8 +190,11 @@ class BlockPool:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
     def unregister_all(self) -> None:
-        for block in list(self._block_of_hash.values()):
-            self.unregister(block)
+        for block in self._block_of_hash.values():
+            self._hashes[block] = None
+        self._block_of_hash.clear()
+        for watcher in self.watchers:
+            watcher.cleared()
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless the pool is consistent and exactly `block_tables` hold its blocks."""
@@ -201,6 +241,10 @@ class BlockGroup:
         self.block_size = block_size
         self._tables: dict[Request, BlockTable] = {}
         self._registered: list[int] = []
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell `watcher` from now on which blocks can be found."""
+        self.pool.watchers.append(watcher)
 
     @property
     def num_slots(self) -> int:
@@ -267,8 +311,14 @@ class BlockGroup:
         first, num_full = table.num_registered, num_tokens // size
         if num_full > first:
             hash_blocks(table.hashes, request.prefix_root, request.token_ids, size, num_full, request.asked.contents)
-            for index in range(first, num_full):
-                self.pool.register(table.block_ids[index], table.hashes[index])
+            fresh = [
+                index
+                for index in range(first, num_full)
+                if self.pool.register(table.block_ids[index], table.hashes[index])
+            ]
+            if fresh:
+                for watcher in self.pool.watchers:
+                    watcher.registered(request, fresh, table.hashes)
             self._registered += table.block_ids[first:num_full]
             table.num_registered = num_full
         return (table.num_registered + 1) * size

@@ -18,6 +18,8 @@ from compiled_engine.features.images import plan as images
 from compiled_engine.features.images.eager_images import EagerImages
 from compiled_engine.features.images.plan import ImagePlan
 from compiled_engine.features.images.step_images import StepImagesOnDevice
+from compiled_engine.features.kv_events import plan as kv_events
+from compiled_engine.features.kv_events.plan import KVEvents
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
 from compiled_engine.features.pooling.plan import PoolingPlan
@@ -44,7 +46,7 @@ from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
-COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS)
+COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS, *kv_events.COUNTERS)
 GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES)
 
 
@@ -66,6 +68,10 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+    if config.kv_events is not None:
+        from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
+
+        features.append(KVEvents(Publisher(config.kv_events)))
     features.append(updates := WeightUpdates(executor.call))
     if config.sleeps:
         features.append(Sleep(executor.call, updates))

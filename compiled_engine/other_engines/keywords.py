@@ -218,6 +218,7 @@ HONOURED: Rows = {
         {**LOADERS, "mistral": OTHER_FORMAT},
     ),
     "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
+    "kv_events_config": Honoured("`kv_events_config`", "kv_events_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",
@@ -363,7 +364,6 @@ NOT_SUPPORTED: Rows = {
         code_revision=(),
         diffusion_config=({},),
         kv_transfer_config=(),
-        kv_events_config=(),
         ec_transfer_config=(),
         model_class_overrides=({},),
         scheduler_cls=(),

@@ -45,6 +45,7 @@ from compiled_engine.resolve.folders import (
 )
 from compiled_engine.resolve.image_input import processor_settings, resolve_image_input
 from compiled_engine.resolve.images import resolve_images
+from compiled_engine.resolve.kv_events import resolve_kv_events
 from compiled_engine.resolve.parallel import resolve_parallel
 from compiled_engine.resolve.recurrences import (
     MIB,
@@ -132,6 +133,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         adapters=resolve_adapters(options, model, parallel, reasons=reasons),
         images=images,
         image_input=image_input,
+        kv_events=resolve_kv_events(options, caches_prefixes, reasons),
         sleeps=options.enable_sleep_mode,
         logprobs_mode=options.logprobs_mode,
     )

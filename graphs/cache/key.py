@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from compiled_engine.config import EngineConfig, ImageInput, flat_fields
+from compiled_engine.config import EngineConfig, ImageInput, KVEventsConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
@@ -93,6 +93,8 @@ OTHER_IMAGE_FIELDS = (
 IMAGE_PACKAGES = ("passes.images",)
 # Fields of an engine that reads images.
 OTHER_INPUT_FIELDS = tuple(f"image_input.{field.name}" for field in fields(ImageInput))
+# Fields of an engine that publishes events of the prefix cache.
+OTHER_EVENT_FIELDS = tuple(f"kv_events.{field.name}" for field in fields(KVEventsConfig))
 # Further outputs, for a draft head: inputs of layers, and hidden states beside logits; factors only if there are any.
 FOR_HEADS = ("speculation.aux_layers", "speculation.reads_hidden")
 # An 8-bit KV cache has other shapes, and scales; a factor only if it is not in the model's dtype.
@@ -176,6 +178,7 @@ OTHER_FIELDS = (
     "adapters",  # None, for an engine without them
     "images",  # None, for an engine without them
     "image_input",  # None, for an engine that reads no images
+    "kv_events",  # None, for an engine that publishes none
 )
 
 
@@ -211,6 +214,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *VISION_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS, *IMAGE_FIELDS, *OTHER_IMAGE_FIELDS),
         *OTHER_INPUT_FIELDS,
+        *OTHER_EVENT_FIELDS,
     )
     declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)

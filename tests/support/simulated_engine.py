@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -56,7 +56,7 @@ class SimulatedEngine:
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
     step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
-    DraftPlan.
+    DraftPlan. further: features besides those that the other arguments ask for.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class SimulatedEngine:
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
         draft_length: DraftLength | None = None,
+        further: Sequence[PlanFeature] = (),
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
@@ -90,6 +91,7 @@ class SimulatedEngine:
             )
         if has_snapshots:
             features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
+        features += further
         self.scheduler = Scheduler(
             *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
             features=features,
