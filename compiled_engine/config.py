@@ -256,6 +256,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_dtype: str = AUTO  # auto: the model's dtype; or the name of an 8-bit format, see kv_format
+    host_blocks: int = 0  # blocks that host memory has room for after the KV cache has evicted them
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,13 @@ class EngineOptions:
     enable_prefix_caching: bool = declare(
         True, SWITCH, "reuse the KV cache of prompts with a common prefix", flag="--no-prefix-caching"
     )
+    kv_offloading_size: float | None = declare(
+        None,
+        number("at least 0", lambda size: size >= 0),
+        "host memory in GiB for [blocks that the prefix cache evicts](prefix_caching.md#host-memory), of all ranks "
+        "together and for each replica",
+        default_is="none are kept",
+    )
     kv_events_config: Mapping[str, Any] | str | None = declare(
         None,
         OBJECT,

@@ -99,6 +99,25 @@ class BlockWatcher(Protocol):
         ...
 
 
+class BlockStore(BlockWatcher, Protocol):
+    """Has contents of blocks outside the KV cache, under the same hashes, and copies them into blocks.
+
+    A copy belongs to the step being planned: the step makes it before anything else.
+    """
+
+    def has(self, block_hash: bytes) -> bool:
+        """Return whether the store has the contents of the block with this hash."""
+        ...
+
+    def keep(self, block_hash: bytes) -> None:
+        """Keep these contents, which the store has, until they are loaded."""
+        ...
+
+    def load(self, block_hash: bytes, block: int) -> None:
+        """Let the step being planned copy contents that are kept into a block."""
+        ...
+
+
 class BlockPool:
     """Counts references to blocks. Blocks without references are in a free list and are allocated from its front.
 
@@ -241,6 +260,13 @@ class BlockGroup:
         self.block_size = block_size
         self._tables: dict[Request, BlockTable] = {}
         self._registered: list[int] = []
+        self._store: BlockStore | None = None
+        self._least_loaded = 0
+
+    def load_from(self, store: BlockStore, least_tokens: int) -> None:
+        """Let requests find blocks in `store` too, unless that saves them fewer than `least_tokens` tokens."""
+        self._store, self._least_loaded = store, least_tokens
+        self.watch(store)
 
     def watch(self, watcher: BlockWatcher) -> None:
         """Tell `watcher` from now on which blocks can be found."""
@@ -260,26 +286,53 @@ class BlockGroup:
 
     def longest_prefix(self, request: Request, most: int) -> int:
         count = most // self.block_size
+        stored: list[int] = []  # indices of blocks that only the store has
         for index, block in enumerate(self._cached(request, count)):
             if block is None:
-                return index * self.block_size
+                if self._store is None or not self._store.has(request.block_hashes[self.block_size][index]):
+                    count = index
+                    break
+                stored.append(index)
+        if stored and len(stored) * self.block_size < self._least_loaded:
+            count = stored[0]
         return count * self.block_size
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
         wanted = -(-num_tokens // self.block_size) + reserve
         if num_cached:  # blocks held by other requests do not reduce the free ones
-            wanted -= sum(not self.pool.is_free(block) for block in self._prefix(request, num_cached))
+            prefix = self._cached(request, num_cached // self.block_size)
+            wanted -= sum(block is not None and not self.pool.is_free(block) for block in prefix)
         return wanted <= self.pool.num_free
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
         if request in self._tables:
             raise RuntimeError(f"request {request.request_id!r} has a block table already")
-        cached = self._prefix(request, num_cached) if num_cached else []
+        count = num_cached // self.block_size
+        hashes = leading_hashes(request, self.block_size, count)
+        cached = list(self._cached(request, count))
+        stored = [index for index, block in enumerate(cached) if block is None]
         for block in cached:
-            self.pool.acquire(block)
-        fresh = self.pool.allocate(-(-num_tokens // self.block_size) - len(cached))
-        hashes = leading_hashes(request, self.block_size, len(cached))
-        self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
+            if block is not None:
+                self.pool.acquire(block)
+        if self._store is not None:
+            for index in stored:
+                self._store.keep(hashes[index])  # the allocation may give the store further blocks
+        fresh = self.pool.allocate(-(-num_tokens // self.block_size) - count + len(stored))
+        loaded = dict(zip(stored, fresh, strict=False))
+        blocks = [loaded[index] if block is None else block for index, block in enumerate(cached)]
+        self._tables[request] = BlockTable(blocks + fresh[len(stored) :], count, hashes)
+        if stored:
+            self._load(request, loaded, hashes)
+
+    def _load(self, request: Request, loaded: dict[int, int], hashes: list[bytes]) -> None:
+        """Load blocks of a request from the store, by their index in its table, and register them."""
+        assert self._store is not None
+        for index, block in loaded.items():
+            self._store.load(hashes[index], block)
+            self.pool.register(block, hashes[index])
+        self._registered += loaded.values()
+        for watcher in self.pool.watchers:
+            watcher.registered(request, [*loaded], hashes)
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
         """Return whether the pool has the blocks that a running request still needs for `num_tokens` tokens."""
@@ -354,9 +407,3 @@ class BlockGroup:
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
         """Yield, for each of the request's first `count` blocks, the registered block with equal contents, or None."""
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
-
-    def _prefix(self, request: Request, num_cached: int) -> list[int]:
-        """Return the blocks of the cached prefix that `longest_prefix` found."""
-        blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
-        assert len(blocks) * self.block_size == num_cached
-        return blocks

@@ -20,6 +20,9 @@ from compiled_engine.features.images.plan import ImagePlan
 from compiled_engine.features.images.step_images import StepImagesOnDevice
 from compiled_engine.features.kv_events import plan as kv_events
 from compiled_engine.features.kv_events.plan import KVEvents
+from compiled_engine.features.kv_offload import plan as kv_offload
+from compiled_engine.features.kv_offload.plan import HostBlocks
+from compiled_engine.features.kv_offload.step_host_blocks import StepHostBlocks
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
 from compiled_engine.features.pooling.plan import PoolingPlan
@@ -46,8 +49,11 @@ from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
-COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS, *kv_events.COUNTERS)
-GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES)
+COUNTERS = (
+    *(*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS),
+    *(*kv_events.COUNTERS, *kv_offload.COUNTERS),
+)
+GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES, *kv_offload.GAUGES)
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
@@ -68,6 +74,8 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+    if config.cache.host_blocks:
+        features.append(HostBlocks(config.cache.host_blocks))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -135,6 +143,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(traffic)
         if not link.stage.is_last:
             tail = SendTail(traffic, advance)
+    if config.cache.host_blocks:
+        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks))
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.token_types > 0:

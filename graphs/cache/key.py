@@ -145,6 +145,7 @@ OTHER_FIELDS = (
     "cache.num_blocks",
     "cache.gpu_memory_utilization",
     "cache.enable_prefix_caching",
+    "cache.host_blocks",
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",
     "scheduler.policy",

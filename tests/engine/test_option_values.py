@@ -57,14 +57,8 @@ LISTS = ("quantization_ignore", "passes", "disable_passes", "plugins", "logits_p
 MAY_BE_NONE = {
     *("model", "tokenizer", "download_dir", "merge_adapter", "cache_dir", "passes", "async_scheduling", "quantization"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "num_blocks"),
-    *(
-        "num_state_snapshots",
-        "max_cpu_loras",
-        "compile_workers",
-        "speculative_config",
-        "pooler_config",
-        "kv_events_config",
-    ),
+    *("num_state_snapshots", "max_cpu_loras", "compile_workers", "speculative_config", "pooler_config"),
+    *("kv_events_config", "kv_offloading_size"),
     *("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "image_workers", "allowed_local_media_path"),
     *("encoder_cache_size", "max_num_encoder_input_tokens"),
     *REVISIONS,

@@ -1,0 +1,129 @@
+"""Blocks that the KV cache evicts come back from host memory, and only with the contents that their hashes stand for.
+
+The fake runner makes the copies and checks every read, so a block that was saved too early, lost in a failure or
+overwritten in its slot cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulated_engine import SimulatedEngine
+
+from compiled_engine.features.kv_offload.plan import HostBlocks
+from compiled_engine.sampling.params import SamplingParams
+
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+def engine_with(blocks: HostBlocks, num_blocks: int = 8) -> SimulatedEngine:
+    return SimulatedEngine(block_size=4, num_blocks=num_blocks, max_num_seqs=2, further=[blocks])
+
+
+def cached_tokens(engine: SimulatedEngine, request_id: str, prompt: list[int]) -> int:
+    """Run a request alone; return how many of its tokens were cached."""
+    record = engine.add(request_id, prompt, params=ONE)
+    engine.run()
+    assert record.num_cached_tokens is not None
+    return record.num_cached_tokens
+
+
+def test_an_evicted_prefix_is_loaded() -> None:
+    blocks = HostBlocks(16, least_tokens=4)
+    engine = engine_with(blocks)
+    first, second = [1] * 25, [2] * 25
+    assert cached_tokens(engine, "a", first) == 0
+    assert cached_tokens(engine, "b", second) == 0  # evicts the end of the first
+    assert cached_tokens(engine, "c", first) == 24
+    metrics = blocks.metrics()
+    assert metrics["kv_offload_loaded"] > 0
+    assert metrics["kv_offload_saved"] >= metrics["kv_offload_blocks"] > 0
+
+
+def test_few_tokens_are_computed_again() -> None:
+    first, second = [1] * 25, [2] * 25
+    found = []
+    for least in (1, 16, 17, 24, 25):
+        blocks = HostBlocks(16, least_tokens=least)
+        engine = engine_with(blocks)
+        cached_tokens(engine, "a", first)
+        cached_tokens(engine, "b", second)
+        found.append((cached_tokens(engine, "c", first), blocks.metrics()["kv_offload_loaded"]))
+    num_loaded = found[0][1]
+    assert found[0][0] == 24
+    for least, (cached, loaded) in zip((1, 16, 17, 24, 25), found, strict=True):
+        assert (cached, loaded) == ((24, num_loaded) if least <= 4 * num_loaded else (24 - 4 * num_loaded, 0))
+
+
+def test_the_least_recently_used_slot_is_given_away() -> None:
+    blocks = HostBlocks(6, least_tokens=1)
+    engine = engine_with(blocks)
+    for name in range(6):
+        cached_tokens(engine, f"r{name}", [name] * 25)
+        blocks.check_integrity()
+        assert blocks.metrics()["kv_offload_blocks"] <= 6
+    assert cached_tokens(engine, "first", [0] * 25) == 0
+    assert cached_tokens(engine, "last", [4] * 25) > 0
+
+
+def test_a_reset_forgets_host_memory_too() -> None:
+    blocks = HostBlocks(16, least_tokens=1)
+    engine = engine_with(blocks)
+    cached_tokens(engine, "a", [1] * 25)
+    cached_tokens(engine, "b", [2] * 25)
+    engine.scheduler.reset_prefix_cache()
+    assert blocks.metrics()["kv_offload_blocks"] == 0
+    assert cached_tokens(engine, "c", [1] * 25) == 0
+
+
+def test_there_is_a_slot() -> None:
+    with pytest.raises(ValueError, match="num_slots must be at least 1, got 0"):
+        HostBlocks(0)
+
+
+@pytest.mark.parametrize(("steps_in_flight", "several"), [(1, 1), (2, 1), (2, 4)])
+def test_every_token_is_right_under_random_operations(steps_in_flight: int, several: int) -> None:
+    """Tiny pools with preemption, aborts, failures and resets, and fewer slots than blocks or more."""
+    num_loaded, num_failures = 0, 0
+    for seed in range(25):
+        rng = random.Random(1000 * several + seed)
+        block_size = rng.choice([1, 2, 4])
+        num_blocks = rng.choice([44, 60, 120]) // block_size
+        blocks = HostBlocks(rng.choice([1, 5, num_blocks // 2, 4 * num_blocks]), rng.choice([1, 8]))
+        engine = SimulatedEngine(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            budget=rng.choice([7, 30, 100]),
+            max_num_seqs=6,
+            max_model_len=40,
+            steps_in_flight=steps_in_flight,
+            max_new_tokens_per_step=several,
+            yields=lambda most: rng.randrange(most + 1),  # noqa: B023
+            num_snapshots=rng.choice([0, 0, 3]),
+            further=[blocks],
+        )
+        roots = [[rng.randrange(11) for _ in range(30)] for _ in range(5)]
+        for number in range(120):
+            choice = rng.random()
+            if choice < 0.3:
+                prompt = rng.choice(roots)[: rng.randrange(1, 31)] + [rng.randrange(11) for _ in range(3)]
+                params = SamplingParams(max_tokens=rng.choice([1, 5, 30]), ignore_eos=True)
+                engine.add(f"r{number}", prompt, params=params)
+            elif choice < 0.35 and engine.live:
+                engine.abort(rng.choice([*engine.live]))
+            elif choice < 0.37 and engine.in_flight:
+                engine.fail_step(launching=rng.random() < 0.5)
+                num_failures += 1
+            elif choice < 0.375:
+                engine.scheduler.reset_prefix_cache(of_running=rng.random() < 0.5 and not engine.live)
+            elif choice < 0.6 and len(engine.in_flight) < steps_in_flight:
+                engine.try_step()
+            else:
+                engine.step()
+            engine.scheduler.check_integrity()
+            blocks.check_integrity()
+        engine.run()
+        num_loaded += blocks.metrics()["kv_offload_loaded"]
+    assert num_loaded > 300
+    assert num_failures > 10

@@ -1,0 +1,81 @@
+"""An engine with host blocks yields the tokens of one without a prefix cache, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
+
+SIZE, NUM_BLOCKS = 16, 40
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "progress": False,
+    "skip_tokenizer_init": True,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "num_blocks": NUM_BLOCKS,
+    "block_size": SIZE,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+PREFIXES = [[(7 * start + 3 * place) % 90 + 5 for place in range(400)] for start in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "llama", max_position_embeddings=512)
+    return folder
+
+
+def outputs(llm: LLM) -> list[tuple[tuple[int, ...], list[float], int]]:
+    """Return tokens, their log-probabilities and the number of cached tokens, of prompts that evict one another."""
+    found = []
+    for turn in range(3):
+        for prefix in PREFIXES:
+            prompt = prefix + [9 + turn] * 5
+            (result,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS)
+            output = result.outputs[0]
+            assert output.logprobs is not None
+            values = [row[token].logprob for row, token in zip(output.logprobs, output.token_ids, strict=True)]
+            found.append((tuple(output.token_ids), values, result.num_cached_tokens or 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"kv_cache_dtype": "int8"}],
+    ids=["fp32", "int8"],
+)
+def test_tokens_are_those_of_an_engine_without_a_prefix_cache(folder: Path, extra: dict[str, Any]) -> None:
+    with LLM(folder, mode="eager", enable_prefix_caching=False, **OPTIONS, **extra) as llm:
+        plain = outputs(llm)
+    with LLM(folder, mode="eager", kv_offloading_size=0.01, **OPTIONS, **extra) as llm:
+        found, metrics = outputs(llm), llm.metrics()
+        host_blocks = llm.config.cache.host_blocks
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+    for (_, values, _), (_, expected, _) in zip(found, plain, strict=True):
+        assert values == pytest.approx(expected, abs=0.05 if "kv_cache_dtype" in extra else 1e-4)
+    assert [cached for _, _, cached in found] == [0] * 3 + [400] * 6, "a prefix was not found, or only in part"
+    assert metrics["kv_offload_loaded"] > 0
+    assert metrics["kv_offload_slots"] == host_blocks > 3 * 400 // SIZE
+    assert 0 < metrics["kv_offload_bytes"] <= 0.01 * (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_prefix_caching": False}, "kv_offloading_size is 0.01, but there is no prefix cache"),
+        ({"kv_offloading_size": 1e-7}, "kv_offloading_size is 1e-07 GiB; allowed: from .* GiB, a block, to the"),
+        ({"kv_offloading_size": 1e6}, "kv_offloading_size is 1000000.0 GiB; allowed: from"),
+        ({"kv_offloading_size": -1}, "kv_offloading_size is -1; allowed: at least 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, mode="eager", **OPTIONS | {"kv_offloading_size": 0.01} | options)
