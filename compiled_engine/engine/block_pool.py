@@ -99,25 +99,6 @@ class BlockWatcher(Protocol):
         ...
 
 
-class BlockStore(BlockWatcher, Protocol):
-    """Has contents of blocks outside the KV cache, under the same hashes, and copies them into blocks.
-
-    A copy belongs to the step being planned: the step makes it before anything else.
-    """
-
-    def has(self, block_hash: bytes) -> bool:
-        """Return whether the store has the contents of the block with this hash."""
-        ...
-
-    def keep(self, block_hash: bytes) -> None:
-        """Keep these contents, which the store has, until they are loaded."""
-        ...
-
-    def load(self, block_hash: bytes, block: int) -> None:
-        """Let the step being planned copy contents that are kept into a block."""
-        ...
-
-
 class BlockPool:
     """Counts references to blocks. Blocks without references are in a free list and are allocated from its front.
 
@@ -245,6 +226,16 @@ class BlockTable:
     hashes: list[bytes]  # see Request.block_hashes
 
 
+@dataclass(eq=False, slots=True)
+class Fill:
+    """The leading blocks of a waiting request while a feature fills those that could not be found."""
+
+    request: Request
+    hashes: list[bytes]
+    blocks: list[int]
+    missing: list[int]  # indices of the blocks to fill, ascending
+
+
 class BlockGroup:
     """The blocks of a KV group, a FindableResource, with the block tables of requests.
 
@@ -260,13 +251,7 @@ class BlockGroup:
         self.block_size = block_size
         self._tables: dict[Request, BlockTable] = {}
         self._registered: list[int] = []
-        self._store: BlockStore | None = None
-        self._least_loaded = 0
-
-    def load_from(self, store: BlockStore, least_tokens: int) -> None:
-        """Let requests find blocks in `store` too, unless that saves them fewer than `least_tokens` tokens."""
-        self._store, self._least_loaded = store, least_tokens
-        self.watch(store)
+        self._fills: list[Fill] = []
 
     def watch(self, watcher: BlockWatcher) -> None:
         """Tell `watcher` from now on which blocks can be found."""
@@ -286,53 +271,53 @@ class BlockGroup:
 
     def longest_prefix(self, request: Request, most: int) -> int:
         count = most // self.block_size
-        stored: list[int] = []  # indices of blocks that only the store has
         for index, block in enumerate(self._cached(request, count)):
             if block is None:
-                if self._store is None or not self._store.has(request.block_hashes[self.block_size][index]):
-                    count = index
-                    break
-                stored.append(index)
-        if stored and len(stored) * self.block_size < self._least_loaded:
-            count = stored[0]
+                return index * self.block_size
         return count * self.block_size
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
         wanted = -(-num_tokens // self.block_size) + reserve
         if num_cached:  # blocks held by other requests do not reduce the free ones
-            prefix = self._cached(request, num_cached // self.block_size)
-            wanted -= sum(block is not None and not self.pool.is_free(block) for block in prefix)
+            wanted -= sum(not self.pool.is_free(block) for block in self._prefix(request, num_cached))
         return wanted <= self.pool.num_free
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
         if request in self._tables:
             raise RuntimeError(f"request {request.request_id!r} has a block table already")
-        count = num_cached // self.block_size
-        hashes = leading_hashes(request, self.block_size, count)
+        cached = self._prefix(request, num_cached) if num_cached else []
+        for block in cached:
+            self.pool.acquire(block)
+        fresh = self.pool.allocate(-(-num_tokens // self.block_size) - len(cached))
+        hashes = leading_hashes(request, self.block_size, len(cached))
+        self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
+
+    def begin_fill(self, request: Request, count: int) -> Fill:
+        """Hold the leading blocks of a waiting request: those that can be found, and new ones to fill with the others.
+
+        Raises RuntimeError if too few blocks are free; `has_room` for `count` blocks says so before.
+        """
         cached = list(self._cached(request, count))
-        stored = [index for index, block in enumerate(cached) if block is None]
         for block in cached:
             if block is not None:
                 self.pool.acquire(block)
-        if self._store is not None:
-            for index in stored:
-                self._store.keep(hashes[index])  # the allocation may give the store further blocks
-        fresh = self.pool.allocate(-(-num_tokens // self.block_size) - count + len(stored))
-        loaded = dict(zip(stored, fresh, strict=False))
-        blocks = [loaded[index] if block is None else block for index, block in enumerate(cached)]
-        self._tables[request] = BlockTable(blocks + fresh[len(stored) :], count, hashes)
-        if stored:
-            self._load(request, loaded, hashes)
+        missing = [index for index, block in enumerate(cached) if block is None]
+        new = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))
+        blocks = [new[index] if block is None else block for index, block in enumerate(cached)]
+        fill = Fill(request, leading_hashes(request, self.block_size, count)[:count], blocks, missing)
+        self._fills.append(fill)
+        return fill
 
-    def _load(self, request: Request, loaded: dict[int, int], hashes: list[bytes]) -> None:
-        """Load blocks of a request from the store, by their index in its table, and register them."""
-        assert self._store is not None
-        for index, block in loaded.items():
-            self._store.load(hashes[index], block)
-            self.pool.register(block, hashes[index])
-        self._registered += loaded.values()
-        for watcher in self.pool.watchers:
-            watcher.registered(request, [*loaded], hashes)
+    def end_fill(self, fill: Fill, filled: Collection[int]) -> None:
+        """Release the blocks of a fill. Those that now have their contents, by index in the prefix, can be found."""
+        self._fills.remove(fill)
+        new = [index for index in fill.missing if index in filled]
+        new = [index for index in new if self.pool.register(fill.blocks[index], fill.hashes[index])]
+        if new:
+            for watcher in self.pool.watchers:
+                watcher.registered(fill.request, new, fill.hashes)
+        for block in reversed(fill.blocks):
+            self.pool.release(block)
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
         """Return whether the pool has the blocks that a running request still needs for `num_tokens` tokens."""
@@ -388,7 +373,8 @@ class BlockGroup:
         self.pool.unregister_all()
 
     def check_all_free(self) -> None:
-        self.pool.check_all_free()
+        if not self._fills:
+            self.pool.check_all_free()
 
     def check_integrity(self, holders: Collection[Request]) -> None:
         check_holders("blocks", self._tables, holders)
@@ -398,7 +384,8 @@ class BlockGroup:
                     f"request {request.request_id!r} has {request.num_computed_tokens} tokens computed, "
                     f"but {len(table.block_ids)} blocks of {self.block_size}"
                 )
-        self.pool.check_integrity(table.block_ids for table in self._tables.values())
+        tables = (table.block_ids for table in self._tables.values())
+        self.pool.check_integrity((*tables, *(fill.blocks for fill in self._fills)))
 
     def _missing(self, request: Request, num_tokens: int) -> int:
         """Return how many more blocks the request needs for `num_tokens` tokens; negative if it has spare ones."""
@@ -407,3 +394,9 @@ class BlockGroup:
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
         """Yield, for each of the request's first `count` blocks, the registered block with equal contents, or None."""
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
+
+    def _prefix(self, request: Request, num_cached: int) -> list[int]:
+        """Return the blocks of the cached prefix that `longest_prefix` found."""
+        blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
+        assert len(blocks) * self.block_size == num_cached
+        return blocks

@@ -75,7 +75,7 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
     if config.cache.host_blocks:
-        features.append(HostBlocks(config.cache.host_blocks))
+        features.append(HostBlocks(config.cache.host_blocks, executor.call))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -144,7 +144,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         if not link.stage.is_last:
             tail = SendTail(traffic, advance)
     if config.cache.host_blocks:
-        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks))
+        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks, config.device))
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.token_types > 0:

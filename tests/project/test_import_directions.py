@@ -131,6 +131,7 @@ PLANNING = (
     "features.kv_events.publisher",
     "features.kv_offload.extras",
     "features.kv_offload.plan",
+    "features.kv_offload.slots",
     "features.pipeline.micro_batches",
     "features.pooling.extras",
     "features.pooling.plan",

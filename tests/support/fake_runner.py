@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from lagging_copies import LaggingCopies
 
 from compiled_engine.engine.messages import LateInputs, RunnerOutput, SchedulerOutput
-from compiled_engine.features.kv_offload.extras import copies_in
 from compiled_engine.features.structured.extras import NAME, masks_in
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
@@ -96,7 +96,7 @@ class FakeRunner:
     request gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request
     of a step at which a head has rested has no guesses later. num_snapshots: if
     not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
-    step may have fewer guesses than others.
+    step may have fewer guesses than others. copies: those of KV offload.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class FakeRunner:
         num_snapshots: int = 0,
         *,
         adapts: bool = False,
+        copies: LaggingCopies | None = None,
     ) -> None:
         self.num_snapshots, self.adapts = num_snapshots, adapts
         self.snapshots: dict[int, int | None] = {}
@@ -128,8 +129,9 @@ class FakeRunner:
         self.wanted: dict[int, dict[str, bytes]] = {}  # the masks, by step and request
         # By step the slots that it wrote to, and what they held before.
         self.written: dict[int, dict[tuple[int, int], int | None]] = {}
-        self.host: dict[tuple[int, int], int | None] = {}  # what each slot of host memory holds, by (slot, offset)
-        self.loaded: dict[int, dict[tuple[int, int], int | None]] = {}  # by step like `written`
+        self.copies = copies
+        if copies is not None:
+            copies.runner = self
         self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -234,7 +236,8 @@ class FakeRunner:
             # Without a row is who never had one, or lost it already; that is right only after a failure.
             assert self.rows.pop(request_id, None) or self.failed
         self.failed = False
-        self._copy(step)
+        if self.copies is not None:
+            self.copies.before(step)
         for new in step.new:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(
@@ -266,26 +269,10 @@ class FakeRunner:
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)
 
-    def _copy(self, step: SchedulerOutput) -> None:
-        """Copy blocks to host memory and back, before anything else of the step."""
-        before = self.loaded[step.step] = {}
-        copies = copies_in(step.extras)
-        if copies is None:
-            return
-        assert len({*copies.saves.values()}) == len(copies.saves), "a block is saved twice"
-        for slot, block in copies.saves.items():
-            for offset in range(self.block_size):
-                self.host[slot, offset] = self.slots.get((block, offset))
-        for block, slot in copies.loads.items():
-            for offset in range(self.block_size):
-                before[block, offset] = self.slots.get((block, offset))
-                self.slots[block, offset] = self.host[slot, offset]
-
     def fail(self, steps: Iterable[int]) -> None:
         """As if these steps, in order, had written nothing. Removals that the next one repeats are no error."""
         for step in reversed([*steps]):
             self.slots.update(self.written.pop(step))
-            self.slots.update(self.loaded.pop(step))
             self.snapshots.update(self.saved.pop(step))
         self.failed = True
 

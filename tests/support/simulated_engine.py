@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
+from lagging_copies import LaggingCopies
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
@@ -57,6 +58,7 @@ class SimulatedEngine:
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
     step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
     DraftPlan. further: features besides those that the other arguments ask for.
+    copies: those of KV offload, for which requests wait while others overtake them.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class SimulatedEngine:
         num_snapshots: int = 0,
         draft_length: DraftLength | None = None,
         further: Sequence[PlanFeature] = (),
+        copies: LaggingCopies | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
@@ -97,6 +100,7 @@ class SimulatedEngine:
             features=features,
         )
         self.max_new_tokens_per_step = max_new_tokens_per_step
+        self.overtakes = copies is not None
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
@@ -111,6 +115,7 @@ class SimulatedEngine:
             yields=yields,
             num_snapshots=num_snapshots if has_snapshots else 0,
             adapts=draft_length is not None,
+            copies=copies,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
@@ -181,7 +186,7 @@ class SimulatedEngine:
         self._take_masks()
         self.scheduler.check_integrity()
         if step is None:
-            assert self.in_flight or not self.live, "requests are left, but nothing is computed"
+            assert self.in_flight or not self.live or self.overtakes, "requests are left, but nothing is computed"
             self._note_preemptions()
             return None
         assert step.request_ids
@@ -232,7 +237,7 @@ class SimulatedEngine:
         self.num_preemptions += len(preempted)
         running = [self.live[share.request_id].order for share in shares_of(step)]
         waiting = [self.live[request_id].order for request_id in self.waiting]
-        if new and waiting:
+        if new and waiting and not self.overtakes:
             assert max(self.live[request_id].order for request_id in new) < min(waiting)
         if preempted:
             assert min(self.live[request_id].order for request_id in preempted) > max(running)
@@ -306,6 +311,8 @@ class SimulatedEngine:
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
         if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
+        if self.overtakes:
+            steps_left *= 20  # copies take time
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1

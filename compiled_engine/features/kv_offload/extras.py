@@ -1,22 +1,15 @@
-"""The copies of a step between the KV cache and host memory, in the extras of SchedulerOutput. The plan writes them."""
+"""The data of KV offload that steps and control calls carry from planning to the ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 NAME = "kv_offload"
 
-
-class Copies(msgspec.Struct, frozen=True, array_like=True):
-    """The copies that precede a step: all saves are made before any load."""
-
-    saves: dict[int, int]  # slot of the host -> block of the KV cache
-    loads: dict[int, int]  # block -> slot
+# Control calls, methods of StepHostBlocks.
+SAVE, LOAD, ARRIVED, OPEN = "save", "load", "arrived", "open_files"
 
 
-def copies_in(extras: dict[str, Any]) -> Copies | None:
-    """Return the copies of a step, if it has any."""
-    given = extras.get(NAME)
-    return given if given is None or isinstance(given, Copies) else msgspec.convert(given, Copies)
+def copies_before(extras: dict[str, Any]) -> int | None:
+    """Return the number of the save that a step follows, since it reuses a block of it; None if it reuses none."""
+    return extras.get(NAME)

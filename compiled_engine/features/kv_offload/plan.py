@@ -1,130 +1,246 @@
-"""The planning part of KV offload: which slot of host memory has the block of which hash, and what a step copies.
+"""The planning part of KV offload: which blocks are copied to host memory, and which requests wait for copies back.
 
-A block that the KV cache evicts is copied to a slot, if its contents are not in one already. A request whose prefix has
-blocks in slots gets new blocks of the KV cache for them, and they are copied back. Both belong to the step whose
-planning asks for them. On the device they precede everything else of the step, saves before loads, in the order of
-steps. An evicted block therefore still has its contents when it is saved, and a block is loaded before it is read.
+A block that the prefix cache has is copied to a slot once its contents are written, that is, when a step was processed
+that was planned after its registration. If the KV cache reuses the block before, it is not copied. A step that reuses
+a block whose copy may still run follows that copy on the device.
 
-Exceptions keep this true: a block whose contents the step being planned has yet to write is not saved, and a slot that
-the step being planned writes or reads is not given to another block. If steps fail, what they saved is forgotten.
+A request whose prefix has blocks in slots, or in files, is skipped until they are copied to blocks of the KV cache,
+which are held meanwhile. Then they can be found like all others, and the request is admitted. A request waits once per
+admission; what the KV cache loses before that is computed again, so that requests cannot wait for one another.
+
+The ranks make copies when they are told, in the order of control calls, and on a stream of their own.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.block_pool import BlockGroup, Fill, leading_hashes
 from compiled_engine.engine.cache_resource import CacheResource
-from compiled_engine.engine.messages import RunnerOutput
+from compiled_engine.engine.messages import ControlCall, RunnerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
-from compiled_engine.features.kv_offload.extras import NAME, Copies
+from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, SAVE
+from compiled_engine.features.kv_offload.slots import Slots
 
-COUNTERS = ("kv_offload_saved", "kv_offload_loaded")
+COUNTERS = ("kv_offload_saved", "kv_offload_loaded", "kv_offload_queries", "kv_offload_hits")
 GAUGES = ("kv_offload_blocks", "kv_offload_slots")
 # Least tokens that are loaded: fewer are computed again about as fast.
 LEAST_TOKENS = 256
+# Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
+TOGETHER = 32
+# Time between two looks at copies if there is nothing else to do, in seconds.
+PATIENCE_S = 0.0003
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """Copies to blocks of the KV cache that have begun."""
+
+    fill: Fill
+    slots: dict[int, int]  # by index in the prefix
+    failed: set[int] = field(default_factory=set)  # slots that a rank could not fill
+    num_ranks: int = 0  # that have ended
+    is_stale: bool = False  # the prefix cache was emptied since
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots; the least recently used one is given away. A BlockStore."""
+    """Plans the copies of an engine with `num_slots` slots. call_ranks is Executor.call. A BlockWatcher."""
 
-    def __init__(self, num_slots: int, least_tokens: int = LEAST_TOKENS) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-        self.num_slots, self._least_tokens = num_slots, least_tokens
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by hash, the least recently used one first
-        self._free = list(range(num_slots - 1, -1, -1))
-        # Of the step being planned: slots that it writes, blocks that it loads, hashes whose slots must stay, and
-        # hashes of blocks that it, or a step in flight, has yet to write.
-        self._saves: dict[int, int] = {}
-        self._loads: dict[int, int] = {}
-        self._kept: set[bytes] = set()
-        self._unwritten: set[bytes] = set()
-        self._saved: dict[int, list[bytes]] = {}  # hashes that steps in flight save, by step
+    def __init__(
+        self,
+        num_slots: int,
+        call_ranks: Callable[[ControlCall], list[Any]],
+        *,
+        least_tokens: int = LEAST_TOKENS,
+        together: int = TOGETHER,
+    ) -> None:
+        self._call_ranks, self._least_tokens, self._together = call_ranks, least_tokens, together
+        self._slots = Slots(num_slots)
+        self._group: BlockGroup | None = None
+        self._num_steps = 0  # planned so far
+        self._in_flight: set[int] = set()
+        # Registered blocks that are not copied yet, the oldest first: hash, and number of the step that follows.
+        self._unsaved: dict[int, tuple[bytes, int]] = {}
+        self._num_saves = self._num_loads = 0
+        self._leaving: dict[int, int] = {}  # the number of the last save of blocks that were not reused since
+        self._follows = 0  # the save that the step being planned follows
+        self._loads: dict[int, Load] = {}
+        self._arriving: set[bytes] = set()  # hashes of blocks that are being loaded
+        self._has_waited: dict[Request, int] = {}  # with the number of tokens that were loaded
+        self._any_arrived = False
         self._counts = dict.fromkeys(COUNTERS, 0)
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Serve the groups: there is one at most. Requests hold no slots."""
+        """Watch the group: there is one at most. Requests hold no slots."""
         for group in groups:
-            group.load_from(self, self._least_tokens)
+            self._group = group
+            group.watch(self)
         return ()
 
-    def has(self, block_hash: bytes) -> bool:
-        return block_hash in self._slots
-
-    def keep(self, block_hash: bytes) -> None:
-        self._slots.move_to_end(block_hash)
-        self._kept.add(block_hash)
-
-    def load(self, block_hash: bytes, block: int) -> None:
-        self._loads[block] = self._slots[block_hash]
+    # Changes of the prefix cache
 
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
-        self._unwritten.update(hashes[index] for index in indices)
+        assert self._group is not None
+        for index in indices:
+            if self._slots.use(hashes[index]) is None:
+                block = self._group.pool.find(hashes[index])
+                assert block is not None
+                self._unsaved[block] = hashes[index], self._num_steps + 1
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Save the block's contents, unless they are in a slot, are not written yet, or no slot can be given away."""
-        if block_hash in self._slots:
-            self._slots.move_to_end(block_hash)
-            return
-        if block_hash in self._unwritten:
-            return
-        if self._free:
-            slot = self._free.pop()
-        else:
-            oldest = next((known for known in self._slots if known not in self._kept), None)
-            if oldest is None:
-                return
-            slot = self._slots.pop(oldest)
-        self._slots[block_hash] = slot
-        self._saves[slot] = block
-        self._kept.add(block_hash)
+        self._unsaved.pop(block, None)
+        self._follows = max(self._follows, self._leaving.pop(block, 0))
 
     def dropped(self, block: int, block_hash: bytes) -> None:
-        """Do nothing: a slot with this hash has contents that were written."""
+        self._unsaved.pop(block, None)
 
     def cleared(self) -> None:
         """Free all slots, as keys and values may have changed their meaning."""
-        self._free += self._slots.values()
         self._slots.clear()
-        self._saves.clear()
+        self._unsaved.clear()
+        self._leaving.clear()
+        self._follows = self._num_saves  # `evicted` is not called for blocks that cannot be found
+        for load in self._loads.values():
+            load.is_stale = True
+
+    # Copies to host memory
 
     def planned(self, step: StepInFlight) -> None:
-        if self._saves or self._loads:
-            step.output.extras[NAME] = Copies(self._saves, self._loads)
-            self._counts["kv_offload_saved"] += len(self._saves)
-            self._counts["kv_offload_loaded"] += len(self._loads)
-            if self._saves:
-                written = set(self._saves)
-                self._saved[step.output.step] = [known for known in self._kept if self._slots.get(known) in written]
-        self._forget_plan()
+        self._num_steps = step.output.step
+        self._in_flight.add(self._num_steps)
+        if self._follows:
+            step.output.extras[NAME] = self._follows
+            self._follows = 0
+        if self._loads:
+            self._look()
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
-        self._saved.pop(step.output.step, None)
+        self._in_flight.remove(step.output.step)
+        written = []
+        for block, (_, number) in self._unsaved.items():
+            if number > step.output.step:
+                break
+            written.append(block)
+        if written and (len(written) >= self._together or not self._in_flight):
+            self._save(written)
+
+    def _save(self, blocks: Sequence[int]) -> None:
+        copied: dict[int, int] = {}  # blocks by slot
+        for block in blocks:
+            block_hash, _ = self._unsaved.pop(block)
+            if self._slots.use(block_hash) is None and (slot := self._slots.take(block_hash)) is not None:
+                copied[slot] = block
+                self._slots.pin(slot)  # it has one block in a save
+        for slot in copied:
+            self._slots.unpin(slot)
+        if copied:
+            self._num_saves += 1
+            self._leaving.update(dict.fromkeys(copied.values(), self._num_saves))
+            self._counts["kv_offload_saved"] += len(copied)
+            self._tell(SAVE, number=self._num_saves, slots=[*copied], blocks=[*copied.values()])
 
     def failed(self) -> None:
-        """Forget what steps in flight, and the step being planned, have saved."""
-        lost = [known for known in self._kept if self._slots.get(known) in self._saves]
-        for known in (*lost, *(each for of_step in self._saved.values() for each in of_step)):
-            if known in self._slots:
-                self._free.append(self._slots.pop(known))
-        self._saved.clear()
-        self._forget_plan()
+        self._in_flight.clear()
+        self._follows = self._num_saves  # steps that followed a save may not have run
+        self._num_steps += 1  # a step may have failed while it was planned
+
+    # Copies back
+
+    def may_start(self, request: Request) -> bool:
+        """Let a request wait for the part of its prefix that is not in the KV cache, if that part is long enough."""
+        group = self._group
+        if group is None or request.computes_every_token or request in self._has_waited:
+            return all(load.fill.request is not request for load in self._loads.values())
+        size = group.block_size
+        most = (len(request.token_ids) - 1) // size
+        stored = []  # indices of blocks to copy
+        for index, block_hash in enumerate(leading_hashes(request, size, most)[:most]):
+            if group.pool.find(block_hash) is None:
+                if block_hash not in self._slots:
+                    break
+                if block_hash in self._arriving:
+                    return False
+                stored.append(index)
+        if not stored or len(stored) * size < self._least_tokens or not self._has_room(request):
+            return True
+        self._load(request, stored)
+        return False
+
+    def _has_room(self, request: Request) -> bool:
+        assert self._group is not None
+        num_tokens = len(request.token_ids)
+        return self._group.has_room(request, num_tokens, self._group.longest_prefix(request, num_tokens - 1), 0)
+
+    def _load(self, request: Request, stored: Sequence[int]) -> None:
+        assert self._group is not None
+        count = stored[-1] + 1
+        hashes = leading_hashes(request, self._group.block_size, count)
+        slots = {}
+        for index in stored:
+            slot = self._slots.use(hashes[index])
+            assert slot is not None
+            self._slots.pin(slot)
+            slots[index] = slot
+        fill = self._group.begin_fill(request, count)
+        self._num_loads += 1
+        self._loads[self._num_loads] = Load(fill, slots)
+        self._arriving.update(hashes[index] for index in stored)
+        self._has_waited[request] = 0
+        blocks = [fill.blocks[index] for index in stored]
+        self._tell(LOAD, number=self._num_loads, blocks=blocks, slots=[*slots.values()])
+
+    def reconsiders(self) -> bool:
+        if self._loads:
+            if not self._in_flight:
+                time.sleep(PATIENCE_S)
+            self._look()
+        any_arrived, self._any_arrived = self._any_arrived, False
+        return any_arrived
+
+    def _look(self) -> None:
+        """Ask the ranks which loads have ended."""
+        for of_rank in (ranks := self._tell(ARRIVED)):
+            for number, failed in of_rank:
+                load = self._loads[number]
+                load.failed.update(failed)
+                load.num_ranks += 1
+                if load.num_ranks == len(ranks):
+                    self._end(self._loads.pop(number))
+
+    def _end(self, load: Load) -> None:
+        assert self._group is not None
+        filled = {index for index, slot in load.slots.items() if not load.is_stale and slot not in load.failed}
+        for index, slot in load.slots.items():
+            block_hash = load.fill.hashes[index]
+            self._arriving.discard(block_hash)
+            if slot in load.failed and not load.is_stale:
+                self._slots.drop(block_hash)
+            self._slots.unpin(slot)
+        self._group.end_fill(load.fill, filled)
+        self._counts["kv_offload_loaded"] += len(filled)
+        if (request := load.fill.request) in self._has_waited:
+            self._has_waited[request] = len(filled) * self._group.block_size
+        self._any_arrived = True
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        hits = self._has_waited.pop(request, 0)
+        self._counts["kv_offload_queries"] += len(request.token_ids) - request.num_computed_tokens + hits
+        self._counts["kv_offload_hits"] += hits
+
+    def ended(self, request: Request) -> None:
+        self._has_waited.pop(request, None)
+
+    def _tell(self, name: str, **arguments: Any) -> list[Any]:
+        return self._call_ranks(ControlCall(f"{NAME}.{name}", arguments))
 
     def metrics(self) -> dict[str, Any]:
-        return {**self._counts, "kv_offload_blocks": len(self._slots), "kv_offload_slots": self.num_slots}
+        return {**self._counts, "kv_offload_blocks": len(self._slots), "kv_offload_slots": self._slots.count}
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless each slot is free or has one block."""
-        slots = sorted([*self._free, *self._slots.values()])
-        if slots != list(range(self.num_slots)):
-            raise RuntimeError(f"of {self.num_slots} slots of host memory these are free or used: {slots}")
-
-    def _forget_plan(self) -> None:
-        self._saves, self._loads = {}, {}
-        self._kept.clear()
-        self._unwritten.clear()
+        """Raise RuntimeError unless the slots are consistent."""
+        self._slots.check_integrity()

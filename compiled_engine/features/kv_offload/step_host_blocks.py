@@ -1,80 +1,155 @@
-"""The slots of host memory on a rank, and the copies between them and the KV cache.
+"""The host memory of a rank, and the copies between it and the KV cache.
 
-A slot has the rank's part of a block, of every layer. Copies are launched in the steps' stream, so they need no event:
-a step reads what they have loaded, and later steps overwrite what they have saved.
+A row of host memory has the rank's part of a block, of every layer. On a GPU, copies run on a stream of their own, one
+after the other and after the steps that were submitted before, so steps do not wait for them. On a CPU they are made at
+once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.step_hooks import StepFeature
-from compiled_engine.features.kv_offload.extras import NAME, copies_in
+from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, SAVE, copies_before
+from compiled_engine.features.kv_offload.host_memory import HostMemory
+from compiled_engine.process.progress import Progress
 from compiled_engine.rows.staged_writes import upload
 
-# Blocks that are gathered on the device, and copied together.
-CHUNK = 64
+# Bytes of a buffer on the device in which blocks are gathered, so that each copy over the bus is large.
+STAGING_BYTES = 64 << 20
 
 
 class StepHostBlocks(StepFeature):
-    """Copies blocks before a step. caches: the KV caches [N, ...], in a list whose tensors `allocate` reads anew."""
+    """Copies blocks. caches: the KV caches [N, ...], in a list whose tensors `allocate` reads anew."""
 
     name = NAME
+    calls = (SAVE, LOAD, ARRIVED)
 
-    def __init__(self, caches: Sequence[torch.Tensor], num_slots: int) -> None:
-        self._caches, self._num_slots = caches, num_slots
-        self._host: list[torch.Tensor] = []
+    def __init__(self, caches: Sequence[torch.Tensor], num_slots: int, device: torch.device) -> None:
+        self._caches, self._num_slots, self._device = caches, num_slots, device
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._saves: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._loads: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._host: HostMemory | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def start_up(self, progress: Progress) -> int:
+        """Allocate the staging buffer, before the KV cache takes what is left of the device's memory."""
+        row_bytes = sum(cache[0].nbytes for cache in self._caches)
+        rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
+        self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
+        return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the slots: for each cache a tensor [num_slots, ...], pinned if the cache is on a GPU."""
-        self._host = [
-            torch.empty((self._num_slots, *cache.shape[1:]), dtype=torch.uint8, pin_memory=cache.is_cuda)
-            for cache in self._bytes()
-        ]
+        """Allocate the slots, and run the copies of one once, so that none of their kernels is loaded later."""
+        self._host = HostMemory(self._num_slots, self._staging.shape[1], pinned=self._stream is not None)
+        self.save(0, [0], [0])
+        self.load(0, [0], [0])
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._saves.clear()
+        self._loads.clear()
 
     def begin(self, step: SchedulerOutput) -> None:
-        copies = copies_in(step.extras)
-        if copies is None:
+        """Let a step follow the save of a block that it reuses."""
+        if (number := copies_before(step.extras)) is None:
             return
-        for slots, blocks in _chunks([*copies.saves], [*copies.saves.values()]):
-            self._save(slots, blocks)
-        for blocks, slots in _chunks([*copies.loads], [*copies.loads.values()]):
-            self._load(blocks, slots)
+        while self._saves and self._saves[0][0] <= number:
+            saved, event = self._saves.popleft()
+            if event is not None and saved == number:
+                event.wait()
 
-    def _save(self, slots: list[int], blocks: list[int]) -> None:
-        for cache, host in zip(self._bytes(), self._host, strict=True):
-            gathered = cache[upload(np.array(blocks), cache.device)]
-            for start, stop in _runs(slots):
-                host[slots[start] : slots[start] + stop - start].copy_(gathered[start:stop], non_blocking=True)
+    @torch.inference_mode()
+    def save(self, number: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy blocks to slots, once the steps submitted so far have ended."""
+        with self._copying():
+            for some_slots, some_blocks in self._chunks(slots, blocks):
+                indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
+                for cache, part in self._parts(staging):
+                    part.copy_(cache.index_select(0, indices))
+                for start, stop in _runs(some_slots):
+                    slot = some_slots[start]
+                    self._rows[slot : slot + stop - start].copy_(staging[start:stop], non_blocking=True)
+            self._saves.append((number, self._event()))
 
-    def _load(self, blocks: list[int], slots: list[int]) -> None:
-        for cache, host in zip(self._bytes(), self._host, strict=True):
-            gathered = torch.empty((len(slots), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
-            for start, stop in _runs(slots):
-                gathered[start:stop].copy_(host[slots[start] : slots[start] + stop - start], non_blocking=True)
-            cache[upload(np.array(blocks), cache.device)] = gathered
+    @torch.inference_mode()
+    def load(self, number: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy slots to blocks, once the steps submitted so far have ended."""
+        with self._copying():
+            for some_slots, some_blocks in self._chunks(slots, blocks):
+                indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
+                for start, stop in _runs(some_slots):
+                    slot = some_slots[start]
+                    staging[start:stop].copy_(self._rows[slot : slot + stop - start], non_blocking=True)
+                for cache, part in self._parts(staging):
+                    cache.index_copy_(0, indices, part)
+            self._loads.append((number, self._event()))
 
-    def _bytes(self) -> Iterator[torch.Tensor]:
-        """Yield views of the caches as bytes, since few operations have 8-bit floats."""
-        return (cache.view(torch.uint8) for cache in self._caches)
+    def arrived(self) -> list[tuple[int, list[int]]]:
+        """Return the loads that have ended since the last call: their numbers, and slots whose contents are missing."""
+        ended: list[tuple[int, list[int]]] = []
+        while self._loads and _has_ended(self._loads[0][1]):
+            ended.append((self._loads.popleft()[0], []))
+        while self._saves and _has_ended(self._saves[0][1]):
+            self._saves.popleft()
+        return ended
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        assert self._host is not None
+        return self._host.rows
+
+    def _copying(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        """Return the context of copies: their stream, which waits for the steps submitted so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _chunks(self, slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield slots and blocks in parts that the staging buffer has room for, in the order of slots."""
+        pairs = sorted(zip(slots, blocks, strict=True))
+        for start in range(0, len(pairs), len(self._staging)):
+            part = pairs[start : start + len(self._staging)]
+            yield [slot for slot, _ in part], [block for _, block in part]
+
+    def _parts(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's cache [N, words] and its part of the staging buffer, in the widest words that fit all."""
+        caches = [cache.view(torch.uint8).flatten(1) for cache in self._caches if cache.numel()]
+        word = torch.int64 if all(cache.shape[1] % 8 == 0 for cache in caches) else torch.uint8
+        start = 0
+        for cache in caches:
+            stop = start + cache.shape[1]
+            yield cache.view(word), staging.view(word)[:, start // word.itemsize : stop // word.itemsize]
+            start = stop
 
     def metrics(self) -> dict[str, int]:
-        return {"kv_offload_bytes": sum(each.nbytes for each in self._host)}
+        return {"kv_offload_bytes": 0 if self._host is None else self._host.nbytes}
 
     def close(self) -> None:
-        self._host.clear()
+        if self._stream is not None:
+            self._stream.synchronize()
+        if self._host is not None:
+            self._host.close()
+        self._host = None
+        self._caches, self._staging = (), torch.empty(0)
 
 
-def _chunks(first: list[int], second: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    for start in range(0, len(first), CHUNK):
-        yield first[start : start + CHUNK], second[start : start + CHUNK]
+def _has_ended(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
 
 
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the places of each run of consecutive numbers."""
     start = 0
     for place in range(1, len(numbers) + 1):

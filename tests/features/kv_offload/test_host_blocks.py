@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from lagging_copies import LaggingCopies
 from simulated_engine import SimulatedEngine
 
 from compiled_engine.features.kv_offload.plan import HostBlocks
@@ -17,8 +18,11 @@ from compiled_engine.sampling.params import SamplingParams
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-def engine_with(blocks: HostBlocks, num_blocks: int = 8) -> SimulatedEngine:
-    return SimulatedEngine(block_size=4, num_blocks=num_blocks, max_num_seqs=2, further=[blocks])
+def engine_with(num_slots: int, least_tokens: int = 1, num_blocks: int = 8) -> tuple[SimulatedEngine, HostBlocks]:
+    copies = LaggingCopies(random.Random(0))
+    blocks = HostBlocks(num_slots, copies.call, least_tokens=least_tokens)
+    engine = SimulatedEngine(block_size=4, num_blocks=num_blocks, max_num_seqs=2, further=[blocks], copies=copies)
+    return engine, blocks
 
 
 def cached_tokens(engine: SimulatedEngine, request_id: str, prompt: list[int]) -> int:
@@ -30,23 +34,22 @@ def cached_tokens(engine: SimulatedEngine, request_id: str, prompt: list[int]) -
 
 
 def test_an_evicted_prefix_is_loaded() -> None:
-    blocks = HostBlocks(16, least_tokens=4)
-    engine = engine_with(blocks)
+    engine, blocks = engine_with(16)
     first, second = [1] * 25, [2] * 25
     assert cached_tokens(engine, "a", first) == 0
     assert cached_tokens(engine, "b", second) == 0  # evicts the end of the first
     assert cached_tokens(engine, "c", first) == 24
     metrics = blocks.metrics()
-    assert metrics["kv_offload_loaded"] > 0
-    assert metrics["kv_offload_saved"] >= metrics["kv_offload_blocks"] > 0
+    assert metrics["kv_offload_hits"] == 4 * metrics["kv_offload_loaded"] > 0
+    assert metrics["kv_offload_queries"] == 25 + 25 + 1 + metrics["kv_offload_hits"]
+    assert metrics["kv_offload_saved"] == metrics["kv_offload_blocks"] == 12
 
 
 def test_few_tokens_are_computed_again() -> None:
     first, second = [1] * 25, [2] * 25
     found = []
     for least in (1, 16, 17, 24, 25):
-        blocks = HostBlocks(16, least_tokens=least)
-        engine = engine_with(blocks)
+        engine, blocks = engine_with(16, least)
         cached_tokens(engine, "a", first)
         cached_tokens(engine, "b", second)
         found.append((cached_tokens(engine, "c", first), blocks.metrics()["kv_offload_loaded"]))
@@ -57,19 +60,17 @@ def test_few_tokens_are_computed_again() -> None:
 
 
 def test_the_least_recently_used_slot_is_given_away() -> None:
-    blocks = HostBlocks(6, least_tokens=1)
-    engine = engine_with(blocks)
+    engine, blocks = engine_with(6)
     for name in range(6):
         cached_tokens(engine, f"r{name}", [name] * 25)
         blocks.check_integrity()
         assert blocks.metrics()["kv_offload_blocks"] <= 6
     assert cached_tokens(engine, "first", [0] * 25) == 0
-    assert cached_tokens(engine, "last", [4] * 25) > 0
+    assert cached_tokens(engine, "again", [5] * 25) > 0
 
 
 def test_a_reset_forgets_host_memory_too() -> None:
-    blocks = HostBlocks(16, least_tokens=1)
-    engine = engine_with(blocks)
+    engine, blocks = engine_with(16)
     cached_tokens(engine, "a", [1] * 25)
     cached_tokens(engine, "b", [2] * 25)
     engine.scheduler.reset_prefix_cache()
@@ -77,20 +78,48 @@ def test_a_reset_forgets_host_memory_too() -> None:
     assert cached_tokens(engine, "c", [1] * 25) == 0
 
 
+def test_others_run_while_a_request_awaits_its_copies() -> None:
+    copies = LaggingCopies(random.Random(0), lag=0.0)
+    blocks = HostBlocks(64, copies.call, least_tokens=1)
+    engine = SimulatedEngine(block_size=4, num_blocks=16, max_num_seqs=4, further=[blocks], copies=copies)
+    for name in range(4):
+        cached_tokens(engine, f"r{name}", [name] * 25)
+    other = engine.add("other", [9] * 5, params=SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    copies.lag = 1.0  # no copy is made
+    waiting = engine.add("waiting", [0] * 25, params=ONE)
+    late = engine.add("late", [8] * 5, params=ONE)
+    for _ in range(5):
+        engine.step()
+    assert len(other.token_ids) == 6
+    assert late.finish_reason == "length"
+    assert waiting.num_cached_tokens is None
+    assert engine.scheduler.metrics()["waiting_by_reason"]["feature"] == 1
+    copies.lag = 0.0
+    engine.run()
+    assert waiting.num_cached_tokens == 24
+
+
 def test_there_is_a_slot() -> None:
     with pytest.raises(ValueError, match="num_slots must be at least 1, got 0"):
-        HostBlocks(0)
+        engine_with(0)
 
 
 @pytest.mark.parametrize(("steps_in_flight", "several"), [(1, 1), (2, 1), (2, 4)])
 def test_every_token_is_right_under_random_operations(steps_in_flight: int, several: int) -> None:
     """Tiny pools with preemption, aborts, failures and resets, and fewer slots than blocks or more."""
-    num_loaded, num_failures = 0, 0
+    num_loaded, num_failures, num_waits = 0, 0, 0
     for seed in range(25):
         rng = random.Random(1000 * several + seed)
         block_size = rng.choice([1, 2, 4])
         num_blocks = rng.choice([44, 60, 120]) // block_size
-        blocks = HostBlocks(rng.choice([1, 5, num_blocks // 2, 4 * num_blocks]), rng.choice([1, 8]))
+        copies = LaggingCopies(rng, rng.choice([0.2, 0.6, 0.9]))
+        blocks = HostBlocks(
+            rng.choice([1, 5, num_blocks // 2, 4 * num_blocks]),
+            copies.call,
+            least_tokens=rng.choice([1, 8]),
+            together=rng.choice([1, 4]),
+        )
         engine = SimulatedEngine(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -102,6 +131,7 @@ def test_every_token_is_right_under_random_operations(steps_in_flight: int, seve
             yields=lambda most: rng.randrange(most + 1),  # noqa: B023
             num_snapshots=rng.choice([0, 0, 3]),
             further=[blocks],
+            copies=copies,
         )
         roots = [[rng.randrange(11) for _ in range(30)] for _ in range(5)]
         for number in range(120):
@@ -123,7 +153,11 @@ def test_every_token_is_right_under_random_operations(steps_in_flight: int, seve
                 engine.step()
             engine.scheduler.check_integrity()
             blocks.check_integrity()
+        copies.lag = 0.0
+        engine.add("last", [10], params=ONE)  # loads of aborted requests end
         engine.run()
         num_loaded += blocks.metrics()["kv_offload_loaded"]
+        num_waits += copies.num_waits
     assert num_loaded > 300
     assert num_failures > 10
+    assert num_waits > 10
