@@ -248,6 +248,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class BlockFilesConfig:
+    """The files of blocks of the KV cache."""
+
+    folder: Path  # of this model, below the user's, see resolve/host_blocks.py
+    limit: int  # blocks with files, for each replica
+    most_bytes: int  # files of all models below the user's folder
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache."""
 
@@ -256,7 +265,8 @@ class CacheConfig:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_dtype: str = AUTO  # auto: the model's dtype; or the name of an 8-bit format, see kv_format
-    host_blocks: int = 0  # blocks that host memory has room for after the KV cache has evicted them
+    host_blocks: int = 0  # blocks of the prefix cache that host memory has room for
+    block_files: BlockFilesConfig | None = None  # None: blocks in host memory are not written to files
 
 
 @dataclass(frozen=True)
@@ -619,7 +629,7 @@ _OF_NO_EFFECT = (".model.path", ".model.hub_name", ".model.revision", ".compile.
 
 def effective_fields(config: EngineConfig) -> dict[str, Any]:
     """Return the fields that may influence what the engine computes, in the form of `flat_fields`."""
-    fields_of = flat_fields(replace(config, kv_events=None))
+    fields_of = flat_fields(replace(config, kv_events=None, cache=replace(config.cache, block_files=None)))
     return {name: value for name, value in fields_of.items() if not f".{name}".endswith(_OF_NO_EFFECT)}
 
 

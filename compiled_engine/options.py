@@ -146,6 +146,17 @@ class EngineOptions:
         "together and for each replica",
         default_is="none are kept",
     )
+    kv_offloading_folder: str | Path | None = declare(
+        None,
+        path(),
+        "folder for [files of these blocks](prefix_caching.md#files), which a later start reads",
+        default_is="no files are written",
+    )
+    kv_offloading_folder_size: float = declare(
+        32,
+        number("above 0", lambda size: size > 0),
+        "most GiB of these files, of all ranks together and for each replica",
+    )
     kv_events_config: Mapping[str, Any] | str | None = declare(
         None,
         OBJECT,

@@ -21,6 +21,7 @@ from compiled_engine.features.images.step_images import StepImagesOnDevice
 from compiled_engine.features.kv_events import plan as kv_events
 from compiled_engine.features.kv_events.plan import KVEvents
 from compiled_engine.features.kv_offload import plan as kv_offload
+from compiled_engine.features.kv_offload.file_index import FileIndex
 from compiled_engine.features.kv_offload.plan import HostBlocks
 from compiled_engine.features.kv_offload.step_host_blocks import StepHostBlocks
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -75,7 +76,7 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
     if config.cache.host_blocks:
-        features.append(HostBlocks(config.cache.host_blocks, executor.call))
+        features.append(_host_blocks(config, executor))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -84,6 +85,14 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if config.sleeps:
         features.append(Sleep(executor.call, updates))
     return features
+
+
+def _host_blocks(config: EngineConfig, executor: Executor) -> HostBlocks:
+    cache, files = config.cache, None
+    if cache.block_files is not None:
+        limit, num_ranks = cache.block_files.limit, config.parallel.devices_per_replica
+        files = FileIndex(cache.block_files.folder, limit, num_ranks, cache.block_files.most_bytes)
+    return HostBlocks(cache.host_blocks, executor.call, files)
 
 
 def _draft_plan(config: EngineConfig) -> PlanFeature:
@@ -125,6 +134,8 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
 def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFeatures:
     """Return the device parts of the enabled features. See `make_features` for `link`."""
     config, model = parts.config, parts.config.model
+    stage, tensor = 0 if link is None else link.stage.index, config.parallel.tensor_parallel_size
+    rank = stage * tensor + parts.group.rank
     features = drafting(parts)
     others: list[CheckTensors] = []
     asleep: list[LoseWeights] = []
@@ -144,7 +155,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         if not link.stage.is_last:
             tail = SendTail(traffic, advance)
     if config.cache.host_blocks:
-        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks, config.device))
+        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks, config.device, rank))
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.token_types > 0:
@@ -156,9 +167,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    stage = 0 if link is None else link.stage.index
-    num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
-    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks, others))
+    features.append(StepWeightUpdates(parts.weights, rank, config.parallel.devices_per_replica, others))
     if config.sleeps:
         features.append(StepSleep(parts.weights, parts.model, asleep))
     return RunnerFeatures(features, tail, advance)

@@ -139,7 +139,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         logprobs_mode=options.logprobs_mode,
     )
     config = replace(config, speculation=resolve_speculation(options, config, progress))
-    return replace(config, cache=replace(config.cache, host_blocks=resolve_host_blocks(options, config)))
+    return replace(config, cache=resolve_host_blocks(options, config))
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:

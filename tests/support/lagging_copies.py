@@ -4,64 +4,137 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from compiled_engine.engine.messages import ControlCall, SchedulerOutput
-from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, SAVE, copies_before
+from compiled_engine.features.kv_offload.extras import (
+    ARRIVED,
+    LOAD,
+    NAME,
+    OPEN_FILES,
+    SAVE,
+    Arrived,
+    copies_before,
+)
+
+NUM_RANKS = 2
 
 
 class LaggingCopies:
-    """Copies between the slots of a fake runner's KV cache and those of host memory, in the order of calls.
+    """Copies between the slots of a fake runner's KV cache, those of host memory, and files.
 
-    `num_ranks` ranks report each load, at different times. lag: probability that a copy which may be made is not.
+    Two ranks report what has ended, at different times. lag: probability that work which may be done is not. faults:
+    probability that a rank cannot write a file, or cannot read it.
     """
 
-    def __init__(self, rng: random.Random, lag: float = 0.6, num_ranks: int = 2) -> None:
-        self._rng, self.lag = rng, lag
-        self._queue: deque[tuple[str, dict[str, Any]]] = deque()
+    def __init__(self, rng: random.Random, lag: float = 0.6, faults: float = 0.0) -> None:
+        self._rng, self.lag, self._faults = rng, lag, faults
+        self._copies: deque[tuple[int, Callable[[], None]]] = deque()  # with numbers of saves; 0: a load
+        self._num_copies = 0  # made so far
+        self._file_work: list[tuple[int, Callable[[], None]]] = []  # and the number of copies that precede it
         self._host: dict[tuple[int, int], int | None] = {}  # by (slot, offset)
-        self._reports: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]
+        self.files: dict[str, list[int | None]] = {}
+        self._reports: list[Arrived] = [Arrived([], []) for _ in range(NUM_RANKS)]
         self.runner: Any = None  # a FakeRunner
         self.num_waits = 0  # steps that followed a save
 
     def call(self, call: ControlCall) -> list[Any]:
-        name = call.name.removeprefix(f"{NAME}.")
+        name, given = call.name.removeprefix(f"{NAME}."), call.arguments
         if name == ARRIVED:
-            self._make_some()
-            return [self._report(reports) for reports in self._reports]
-        assert name in (SAVE, LOAD)
-        assert len({*call.arguments["blocks"]}) == len({*call.arguments["slots"]}) == len(call.arguments["slots"])
-        self._queue.append((name, call.arguments))
-        return [None] * len(self._reports)
+            self.do_some()
+            return [self._report(rank) for rank in range(NUM_RANKS)]
+        if name == SAVE:
+            self._save(**given)
+        elif name == LOAD:
+            self._load(**given)
+        else:
+            assert name == OPEN_FILES
+        return [None] * NUM_RANKS
 
-    def _report(self, reports: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-        count = len(reports) if self._rng.random() > self.lag else 0
-        reported, reports[:] = reports[:count], reports[count:]
-        return reported
+    def _save(
+        self, number: int, slots: list[int], blocks: list[int], files: list[tuple[int, str]], removed: list[str]
+    ) -> None:
+        assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
+        self._copies.append((number, lambda: self._copy_out(slots, blocks)))
+        for slot, name in files:
+            self._add_file_work(lambda slot=slot, name=name: self._write(slot, name))
+        for name in removed:
+            self._add_file_work(lambda name=name: self.files.pop(name, None))
+
+    def _load(self, number: int, blocks: list[int], slots: list[int], files: list[tuple[int, str]]) -> None:
+        assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
+        failed: list[list[int]] = [[] for _ in range(NUM_RANKS)]
+        rest = [name for _, name in files]
+
+        def read(slot: int, name: str) -> None:
+            for of_rank in failed:
+                if self._rng.random() < self._faults or name not in self.files:
+                    of_rank.append(slot)
+            for offset in range(self.runner.block_size):
+                self._host[slot, offset] = None if any(slot in each for each in failed) else self.files[name][offset]
+            rest.remove(name)
+            if not rest:
+                self._copies.append((0, copy))
+
+        def copy() -> None:
+            self._copy_in(blocks, slots)
+            for rank, of_rank in enumerate(failed):
+                self._reports[rank].loads.append((number, of_rank))
+
+        for slot, name in files:
+            self._add_file_work(lambda slot=slot, name=name: read(slot, name))
+        if not files:
+            self._copies.append((0, copy))
+
+    def _add_file_work(self, work: Callable[[], None]) -> None:
+        self._file_work.append((self._num_copies + len(self._copies), work))
+
+    def _write(self, slot: int, name: str) -> None:
+        fails = [self._rng.random() < self._faults for _ in range(NUM_RANKS)]
+        if not any(fails):
+            self.files[name] = [self._host[slot, offset] for offset in range(self.runner.block_size)]
+        for rank, each in enumerate(fails):
+            self._reports[rank].written.append((name, not each))
+
+    def _copy_out(self, slots: list[int], blocks: list[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            for offset in range(self.runner.block_size):
+                self._host[slot, offset] = self.runner.slots.get((block, offset))
+
+    def _copy_in(self, blocks: list[int], slots: list[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            for offset in range(self.runner.block_size):
+                self.runner.slots[block, offset] = self._host[slot, offset]
+                for written in self.runner.written.values():  # steps before the copy cannot take it back if they fail
+                    written.pop((block, offset), None)
+
+    def _report(self, rank: int) -> Arrived:
+        if self._rng.random() < self.lag:
+            return Arrived([], [])
+        report, self._reports[rank] = self._reports[rank], Arrived([], [])
+        return report
 
     def before(self, step: SchedulerOutput) -> None:
         """Make the copies that a step follows, and some others."""
         if (number := copies_before(step.extras)) is not None:
             self.num_waits += 1
-            while any(name == SAVE and given["number"] <= number for name, given in self._queue):
-                self._make_first()
-        self._make_some()
+            while any(0 < each <= number for each, _ in self._copies):
+                self._copy_first()
+        self.do_some()
 
-    def _make_some(self) -> None:
-        while self._queue and self._rng.random() > self.lag:
-            self._make_first()
+    def do_some(self) -> None:
+        """Do work until chance ends it: all work if lag is 0."""
+        while (self._copies or self._file_work) and self._rng.random() >= self.lag:
+            if self._file_work and self._rng.random() < 0.5:
+                precede, work = self._file_work.pop(0)
+                while self._num_copies < precede:
+                    self._copy_first()
+                work()
+            elif self._copies:
+                self._copy_first()
 
-    def _make_first(self) -> None:
-        name, given = self._queue.popleft()
-        runner, host = self.runner, self._host
-        for slot, block in zip(given["slots"], given["blocks"], strict=True):
-            for offset in range(runner.block_size):
-                if name == SAVE:
-                    host[slot, offset] = runner.slots.get((block, offset))
-                    continue
-                runner.slots[block, offset] = host[slot, offset]
-                for written in runner.written.values():  # steps before the copy cannot take it back if they fail
-                    written.pop((block, offset), None)
-        if name == LOAD:
-            for reports in self._reports:
-                reports.append((given["number"], []))
+    def _copy_first(self) -> None:
+        _, copy = self._copies.popleft()
+        self._num_copies += 1
+        copy()

@@ -8,6 +8,10 @@ A request whose prefix has blocks in slots, or in files, is skipped until they a
 which are held meanwhile. Then they can be found like all others, and the request is admitted. A request waits once per
 admission; what the KV cache loses before that is computed again, so that requests cannot wait for one another.
 
+With a FileIndex, each block that is copied to a slot is also written to files, from where it comes back to a slot after
+the slot was given away, or the engine was started again. Once the prefix cache was emptied, files are neither read nor
+written, as the weights may not be those of the checkpoint any more.
+
 The ranks make copies when they are told, in the order of control calls, and on a stream of their own.
 """
 
@@ -24,11 +28,15 @@ from compiled_engine.engine.messages import ControlCall, RunnerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
-from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, SAVE
+from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, OPEN_FILES, SAVE
+from compiled_engine.features.kv_offload.file_index import FileIndex
 from compiled_engine.features.kv_offload.slots import Slots
 
-COUNTERS = ("kv_offload_saved", "kv_offload_loaded", "kv_offload_queries", "kv_offload_hits")
-GAUGES = ("kv_offload_blocks", "kv_offload_slots")
+COUNTERS = (
+    *("kv_offload_saved", "kv_offload_loaded", "kv_offload_queries", "kv_offload_hits"),
+    *("kv_offload_written", "kv_offload_read", "kv_offload_file_errors"),
+)
+GAUGES = ("kv_offload_blocks", "kv_offload_slots", "kv_offload_files")
 # Least tokens that are loaded: fewer are computed again about as fast.
 LEAST_TOKENS = 256
 # Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
@@ -38,23 +46,37 @@ PATIENCE_S = 0.0003
 
 
 @dataclass(eq=False, slots=True)
+class Write:
+    """A slot whose block is being written to files."""
+
+    slot: int
+    is_there: bool = True  # on all ranks so far
+    num_ranks: int = 0  # that have ended
+
+
+@dataclass(eq=False, slots=True)
 class Load:
     """Copies to blocks of the KV cache that have begun."""
 
     fill: Fill
     slots: dict[int, int]  # by index in the prefix
+    num_files: int  # blocks that are read from files
     failed: set[int] = field(default_factory=set)  # slots that a rank could not fill
     num_ranks: int = 0  # that have ended
     is_stale: bool = False  # the prefix cache was emptied since
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots. call_ranks is Executor.call. A BlockWatcher."""
+    """Plans the copies of an engine with `num_slots` slots. call_ranks is Executor.call. A BlockWatcher.
+
+    files: of blocks outside host memory; None: there are none.
+    """
 
     def __init__(
         self,
         num_slots: int,
         call_ranks: Callable[[ControlCall], list[Any]],
+        files: FileIndex | None = None,
         *,
         least_tokens: int = LEAST_TOKENS,
         together: int = TOGETHER,
@@ -73,6 +95,11 @@ class HostBlocks(PlanFeature):
         self._arriving: set[bytes] = set()  # hashes of blocks that are being loaded
         self._has_waited: dict[Request, int] = {}  # with the number of tokens that were loaded
         self._any_arrived = False
+        self._files, self._uses_files = files, files is not None
+        self._writes: dict[str, Write] = {}  # by name of the file
+        self._to_remove: list[str] = []  # names of files
+        if files is not None:
+            self._tell(OPEN_FILES, folder=str(files.folder))
         self._counts = dict.fromkeys(COUNTERS, 0)
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
@@ -105,6 +132,7 @@ class HostBlocks(PlanFeature):
         self._unsaved.clear()
         self._leaving.clear()
         self._follows = self._num_saves  # `evicted` is not called for blocks that cannot be found
+        self._uses_files = False
         for load in self._loads.values():
             load.is_stale = True
 
@@ -130,19 +158,34 @@ class HostBlocks(PlanFeature):
             self._save(written)
 
     def _save(self, blocks: Sequence[int]) -> None:
+        if self._writes:
+            self._look()  # slots of files that are written may be given away
         copied: dict[int, int] = {}  # blocks by slot
+        files: list[tuple[int, str]] = []
         for block in blocks:
             block_hash, _ = self._unsaved.pop(block)
             if self._slots.use(block_hash) is None and (slot := self._slots.take(block_hash)) is not None:
                 copied[slot] = block
                 self._slots.pin(slot)  # it has one block in a save
+                if self._begin_write(block_hash.hex(), slot):
+                    files.append((slot, block_hash.hex()))
         for slot in copied:
             self._slots.unpin(slot)
         if copied:
             self._num_saves += 1
             self._leaving.update(dict.fromkeys(copied.values(), self._num_saves))
             self._counts["kv_offload_saved"] += len(copied)
-            self._tell(SAVE, number=self._num_saves, slots=[*copied], blocks=[*copied.values()])
+            number, removed, self._to_remove = self._num_saves, self._to_remove, []
+            self._tell(SAVE, number=number, slots=[*copied], blocks=[*copied.values()], files=files, removed=removed)
+
+    def _begin_write(self, name: str, slot: int) -> bool:
+        """Return whether a slot must be written to a file, which keeps it from being given away."""
+        if self._files is None or not self._uses_files or name in self._files or name in self._writes:
+            return False
+        self._to_remove += self._files.add(name)
+        self._writes[name] = Write(slot)
+        self._slots.pin(slot)
+        return True
 
     def failed(self) -> None:
         self._in_flight.clear()
@@ -161,38 +204,60 @@ class HostBlocks(PlanFeature):
         stored = []  # indices of blocks to copy
         for index, block_hash in enumerate(leading_hashes(request, size, most)[:most]):
             if group.pool.find(block_hash) is None:
-                if block_hash not in self._slots:
+                if not (block_hash in self._slots or self._has_file(block_hash)):
                     break
                 if block_hash in self._arriving:
                     return False
                 stored.append(index)
         if not stored or len(stored) * size < self._least_tokens or not self._has_room(request):
             return True
-        self._load(request, stored)
-        return False
+        return not self._load(request, stored)
 
     def _has_room(self, request: Request) -> bool:
         assert self._group is not None
         num_tokens = len(request.token_ids)
         return self._group.has_room(request, num_tokens, self._group.longest_prefix(request, num_tokens - 1), 0)
 
-    def _load(self, request: Request, stored: Sequence[int]) -> None:
+    def _load(self, request: Request, stored: Sequence[int]) -> bool:
+        """Begin to load blocks, by index in the prefix. Returns whether any is loaded."""
         assert self._group is not None
-        count = stored[-1] + 1
-        hashes = leading_hashes(request, self._group.block_size, count)
-        slots = {}
-        for index in stored:
-            slot = self._slots.use(hashes[index])
-            assert slot is not None
-            self._slots.pin(slot)
+        hashes = leading_hashes(request, self._group.block_size, stored[-1] + 1)
+        slots: dict[int, int] = {}
+        files: list[tuple[int, str]] = []
+        if self._writes:
+            self._look()
+        known = [self._slots.use(hashes[index]) for index in stored]
+        for slot in known:
+            if slot is not None:
+                self._slots.pin(slot)
+        for index, slot in zip(stored, known, strict=True):
+            if slot is None:
+                if (slot := self._slots.take(hashes[index])) is None:
+                    break  # what follows is computed
+                self._slots.pin(slot)
+                files.append((slot, hashes[index].hex()))
+                self._use_file(hashes[index])
             slots[index] = slot
-        fill = self._group.begin_fill(request, count)
-        self._num_loads += 1
-        self._loads[self._num_loads] = Load(fill, slots)
-        self._arriving.update(hashes[index] for index in stored)
+        for slot in known[len(slots) :]:
+            if slot is not None:
+                self._slots.unpin(slot)
         self._has_waited[request] = 0
-        blocks = [fill.blocks[index] for index in stored]
-        self._tell(LOAD, number=self._num_loads, blocks=blocks, slots=[*slots.values()])
+        if not slots:
+            return False
+        fill = self._group.begin_fill(request, max(slots) + 1)
+        self._num_loads += 1
+        self._loads[self._num_loads] = Load(fill, slots, len(files))
+        self._arriving.update(hashes[index] for index in slots)
+        blocks = [fill.blocks[index] for index in slots]
+        self._tell(LOAD, number=self._num_loads, blocks=blocks, slots=[*slots.values()], files=files)
+        return True
+
+    def _has_file(self, block_hash: bytes) -> bool:
+        return self._files is not None and self._uses_files and block_hash.hex() in self._files
+
+    def _use_file(self, block_hash: bytes) -> None:
+        assert self._files is not None
+        self._files.use(block_hash.hex())
 
     def reconsiders(self) -> bool:
         if self._loads:
@@ -203,26 +268,49 @@ class HostBlocks(PlanFeature):
         return any_arrived
 
     def _look(self) -> None:
-        """Ask the ranks which loads have ended."""
-        for of_rank in (ranks := self._tell(ARRIVED)):
-            for number, failed in of_rank:
+        """Ask the ranks what has ended."""
+        for arrived in (ranks := self._tell(ARRIVED)):
+            loads, written = arrived
+            for number, failed in loads:
                 load = self._loads[number]
                 load.failed.update(failed)
                 load.num_ranks += 1
                 if load.num_ranks == len(ranks):
-                    self._end(self._loads.pop(number))
+                    self._end_load(self._loads.pop(number))
+            for name, is_there in written:
+                write = self._writes[name]
+                write.is_there &= is_there
+                write.num_ranks += 1
+                if write.num_ranks == len(ranks):
+                    self._end_write(name, self._writes.pop(name))
 
-    def _end(self, load: Load) -> None:
+    def _end_write(self, name: str, write: Write) -> None:
+        assert self._files is not None
+        self._slots.unpin(write.slot)
+        self._counts["kv_offload_written"] += write.is_there
+        if not write.is_there:
+            self._lose_file(name)
+
+    def _lose_file(self, name: str) -> None:
+        assert self._files is not None
+        self._counts["kv_offload_file_errors"] += 1
+        self._files.drop(name)
+        self._to_remove.append(name)  # other ranks may have it
+
+    def _end_load(self, load: Load) -> None:
         assert self._group is not None
         filled = {index for index, slot in load.slots.items() if not load.is_stale and slot not in load.failed}
         for index, slot in load.slots.items():
             block_hash = load.fill.hashes[index]
             self._arriving.discard(block_hash)
-            if slot in load.failed and not load.is_stale:
-                self._slots.drop(block_hash)
+            if slot in load.failed:
+                self._lose_file(block_hash.hex())
+                if not load.is_stale:
+                    self._slots.drop(block_hash)
             self._slots.unpin(slot)
         self._group.end_fill(load.fill, filled)
         self._counts["kv_offload_loaded"] += len(filled)
+        self._counts["kv_offload_read"] += load.num_files - len(load.failed)
         if (request := load.fill.request) in self._has_waited:
             self._has_waited[request] = len(filled) * self._group.block_size
         self._any_arrived = True
@@ -239,7 +327,12 @@ class HostBlocks(PlanFeature):
         return self._call_ranks(ControlCall(f"{NAME}.{name}", arguments))
 
     def metrics(self) -> dict[str, Any]:
-        return {**self._counts, "kv_offload_blocks": len(self._slots), "kv_offload_slots": self._slots.count}
+        own = {"kv_offload_blocks": len(self._slots), "kv_offload_slots": self._slots.count}
+        return {**self._counts, **own, "kv_offload_files": 0 if self._files is None else len(self._files)}
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the slots are consistent."""

@@ -15,6 +15,7 @@ class Slots:
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by hash, the least recently used one first
         self._free = list(range(count - 1, -1, -1))
         self._pins: Counter[int] = Counter()
+        self._dropped: set[int] = set()  # pinned slots whose contents were forgotten
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -49,13 +50,16 @@ class Slots:
         self._pins[slot] -= 1
         if not self._pins[slot]:
             del self._pins[slot]
-            if slot not in self._slots.values():
+            if slot in self._dropped:
+                self._dropped.remove(slot)
                 self._free.append(slot)
 
     def drop(self, block_hash: bytes) -> None:
         """Forget the contents under this hash, if there are any."""
         slot = self._slots.pop(block_hash, None)
-        if slot is not None and slot not in self._pins:
+        if slot in self._pins:
+            self._dropped.add(slot)
+        elif slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
@@ -64,7 +68,6 @@ class Slots:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless each slot is free, has a hash, or is pinned after its hash was dropped."""
-        used, free = {*self._slots.values()}, {*self._free}
-        rest = {*range(self.count)} - used - free
-        if len(used) != len(self._slots) or len(free) != len(self._free) or used & free or not rest <= {*self._pins}:
+        slots = sorted([*self._slots.values(), *self._free, *self._dropped])
+        if slots != [*range(self.count)] or not self._dropped <= {*self._pins}:
             raise RuntimeError(f"slots of host memory are inconsistent: {self._slots}, free {self._free}")

@@ -9,34 +9,57 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.step_hooks import StepFeature
-from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, SAVE, copies_before
+from compiled_engine.features.kv_offload.block_files import BlockFiles
+from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, OPEN_FILES, SAVE, Arrived, copies_before
 from compiled_engine.features.kv_offload.host_memory import HostMemory
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.staged_writes import upload
 
 # Bytes of a buffer on the device in which blocks are gathered, so that each copy over the bus is large.
 STAGING_BYTES = 64 << 20
+# Threads that read files: one alone is slower than the bus.
+NUM_READERS = 8
+
+
+@dataclass
+class PendingLoad:
+    """A load that has not ended."""
+
+    number: int
+    slots: list[int]
+    blocks: list[int]
+    reads: dict[int, Future[bool]]  # of files, by slot
+    copy: torch.cuda.Event | None = None
+    is_copied: bool = False  # the copy was launched; on a CPU, it was made
 
 
 class StepHostBlocks(StepFeature):
-    """Copies blocks. caches: the KV caches [N, ...], in a list whose tensors `allocate` reads anew."""
+    """Copies blocks. caches: the KV caches [N, ...], in a list whose tensors `allocate` reads anew. rank: its index."""
 
     name = NAME
-    calls = (SAVE, LOAD, ARRIVED)
+    calls = (SAVE, LOAD, ARRIVED, OPEN_FILES)
 
-    def __init__(self, caches: Sequence[torch.Tensor], num_slots: int, device: torch.device) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], num_slots: int, device: torch.device, rank: int) -> None:
         self._caches, self._num_slots, self._device = caches, num_slots, device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._saves: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        self._loads: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._loads: list[PendingLoad] = []
+        self._rank = rank
+        self._files: BlockFiles | None = None
+        self._readers, self._writer = ThreadPoolExecutor(NUM_READERS), ThreadPoolExecutor(1)
+        self._writes: list[tuple[str, Future[bool]]] = []
         self._host: HostMemory | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -66,9 +89,23 @@ class StepHostBlocks(StepFeature):
             if event is not None and saved == number:
                 event.wait()
 
+    def open_files(self, folder: str) -> None:
+        """Keep files in a folder, which is the replica's."""
+        self._files = BlockFiles(Path(folder) / str(self._rank))
+
     @torch.inference_mode()
-    def save(self, number: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy blocks to slots, once the steps submitted so far have ended."""
+    def save(
+        self,
+        number: int,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        files: Sequence[tuple[int, str]] = (),
+        removed: Sequence[str] = (),
+    ) -> None:
+        """Copy blocks to slots, once the steps submitted so far have ended.
+
+        Then write some of the slots to files, and remove other files.
+        """
         with self._copying():
             for some_slots, some_blocks in self._chunks(slots, blocks):
                 indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
@@ -77,29 +114,67 @@ class StepHostBlocks(StepFeature):
                 for start, stop in _runs(some_slots):
                     slot = some_slots[start]
                     self._rows[slot : slot + stop - start].copy_(staging[start:stop], non_blocking=True)
-            self._saves.append((number, self._event()))
+            event = self._event()
+        self._saves.append((number, event))
+        for slot, name in files:
+            self._writes.append((name, self._writer.submit(self._write, name, slot, event)))
+        for name in removed:
+            self._writer.submit(self._open_files.remove, name)
+
+    def _write(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
+        if event is not None:
+            event.synchronize()
+        return self._open_files.write(name, self._rows[slot].numpy())
+
+    def _read(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
+        if event is not None:
+            event.synchronize()
+        return self._open_files.read(name, self._rows[slot].numpy())
+
+    @property
+    def _open_files(self) -> BlockFiles:
+        assert self._files is not None
+        return self._files
+
+    def load(
+        self, number: int, blocks: Sequence[int], slots: Sequence[int], files: Sequence[tuple[int, str]] = ()
+    ) -> None:
+        """Copy slots to blocks, once the steps submitted so far have ended, and files were read into some slots."""
+        event = None
+        if self._stream is not None and files:
+            event = self._stream.record_event()  # copies from and to these slots may be running
+        reads = {slot: self._readers.submit(self._read, name, slot, event) for slot, name in files}
+        self._loads.append(PendingLoad(number, [*slots], [*blocks], reads))
+        self._launch_loads()
 
     @torch.inference_mode()
-    def load(self, number: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy slots to blocks, once the steps submitted so far have ended."""
-        with self._copying():
-            for some_slots, some_blocks in self._chunks(slots, blocks):
-                indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
-                for start, stop in _runs(some_slots):
-                    slot = some_slots[start]
-                    staging[start:stop].copy_(self._rows[slot : slot + stop - start], non_blocking=True)
-                for cache, part in self._parts(staging):
-                    cache.index_copy_(0, indices, part)
-            self._loads.append((number, self._event()))
+    def _launch_loads(self) -> None:
+        for load in self._loads:
+            if load.is_copied or not all(read.done() for read in load.reads.values()):
+                continue
+            there = [slot not in load.reads or load.reads[slot].result() for slot in load.slots]
+            slots, blocks = [*compress(load.slots, there)], [*compress(load.blocks, there)]
+            with self._copying():
+                for some_slots, some_blocks in self._chunks(slots, blocks):
+                    indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
+                    for start, stop in _runs(some_slots):
+                        slot = some_slots[start]
+                        staging[start:stop].copy_(self._rows[slot : slot + stop - start], non_blocking=True)
+                    for cache, part in self._parts(staging):
+                        cache.index_copy_(0, indices, part)
+                load.copy, load.is_copied = self._event(), True
 
-    def arrived(self) -> list[tuple[int, list[int]]]:
-        """Return the loads that have ended since the last call: their numbers, and slots whose contents are missing."""
-        ended: list[tuple[int, list[int]]] = []
-        while self._loads and _has_ended(self._loads[0][1]):
-            ended.append((self._loads.popleft()[0], []))
+    def arrived(self) -> Arrived:
+        """Return what has ended since the last call."""
+        self._launch_loads()
+        ended = [load for load in self._loads if load.is_copied and _has_ended(load.copy)]
+        self._loads = [load for load in self._loads if load not in ended]
         while self._saves and _has_ended(self._saves[0][1]):
             self._saves.popleft()
-        return ended
+        loads = [(load.number, [slot for slot, read in load.reads.items() if not read.result()]) for load in ended]
+        written = [(name, write.result()) for name, write in self._writes if write.done()]
+        self._writes = [each for each in self._writes if not each[1].done()]
+        return Arrived(loads, written)
 
     @property
     def _rows(self) -> torch.Tensor:
@@ -137,6 +212,9 @@ class StepHostBlocks(StepFeature):
         return {"kv_offload_bytes": 0 if self._host is None else self._host.nbytes}
 
     def close(self) -> None:
+        """Wait for all copies and files."""
+        self._readers.shutdown()
+        self._writer.shutdown()
         if self._stream is not None:
             self._stream.synchronize()
         if self._host is not None:

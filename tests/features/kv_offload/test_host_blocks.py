@@ -7,11 +7,16 @@ overwritten in its slot cannot go unnoticed.
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
-from lagging_copies import LaggingCopies
+from lagging_copies import NUM_RANKS, LaggingCopies
 from simulated_engine import SimulatedEngine
 
+from compiled_engine.features.kv_offload.block_files import BlockFiles
+from compiled_engine.features.kv_offload.file_index import FileIndex
 from compiled_engine.features.kv_offload.plan import HostBlocks
 from compiled_engine.sampling.params import SamplingParams
 
@@ -161,3 +166,88 @@ def test_every_token_is_right_under_random_operations(steps_in_flight: int, seve
     assert num_loaded > 300
     assert num_failures > 10
     assert num_waits > 10
+
+
+def restarted_index(folder: Path, names: Iterable[str], limit: int) -> FileIndex:
+    """Return the index of a start that finds files with these names."""
+    for rank in range(NUM_RANKS):
+        for name in names:
+            path = BlockFiles(folder / "model" / "0" / str(rank)).path_of(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    return FileIndex(folder / "model", limit, NUM_RANKS, most_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.3])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_every_token_is_right_with_files_under_random_operations(
+    steps_in_flight: int, faults: float, tmp_path: Path
+) -> None:
+    """Fewer files than blocks or more, and several starts, which find the files of those before."""
+    totals: Counter[str] = Counter()
+    for seed in range(8):
+        rng = random.Random(seed)
+        block_size = rng.choice([2, 4])
+        roots = [[rng.randrange(11) for _ in range(30)] for _ in range(4)]
+        files: dict[str, list[int | None]] = {}
+        limit = rng.choice([5, 200])
+        for start in range(3):
+            copies = LaggingCopies(rng, rng.choice([0.2, 0.6]), faults)
+            copies.files = files
+            index = restarted_index(tmp_path / f"{seed}.{start}", files, limit)
+            num_found = len(index)
+            assert num_found == min(len(files), limit)
+            blocks = HostBlocks(rng.choice([3, 8, 20]), copies.call, index, least_tokens=1, together=1)
+            engine = SimulatedEngine(
+                block_size=block_size,
+                num_blocks=60 // block_size,
+                max_num_seqs=6,
+                max_model_len=40,
+                steps_in_flight=steps_in_flight,
+                further=[blocks],
+                copies=copies,
+            )
+            for number in range(60):
+                choice = rng.random()
+                if choice < 0.4:
+                    prompt = rng.choice(roots)[: rng.randrange(1, 31)] + [rng.randrange(11) for _ in range(3)]
+                    engine.add(f"r{number}", prompt, params=SamplingParams(max_tokens=3, ignore_eos=True))
+                elif choice < 0.45 and engine.live:
+                    engine.abort(rng.choice([*engine.live]))
+                elif choice < 0.47 and engine.in_flight:
+                    engine.fail_step()
+                else:
+                    engine.step()
+                engine.scheduler.check_integrity()
+                blocks.check_integrity()
+                assert blocks.metrics()["kv_offload_files"] <= limit
+            copies.lag = 0.0
+            engine.add("last", [10], params=ONE)  # loads of aborted requests end
+            engine.run()
+            totals += Counter(blocks.metrics())
+            totals["found again"] += num_found > 0 and blocks.metrics()["kv_offload_read"] > 0
+            blocks.close()
+    assert totals["kv_offload_written"] > 100
+    assert totals["kv_offload_read"] > 30
+    assert totals["found again"] > 3
+    assert totals["kv_offload_file_errors"] > 0 or not faults
+
+
+def test_a_reset_ends_the_use_of_files(tmp_path: Path) -> None:
+    """Blocks that are computed afterwards may be of other weights."""
+    copies = LaggingCopies(random.Random(0), lag=0.0)
+    index = restarted_index(tmp_path, (), 100)
+    blocks = HostBlocks(3, copies.call, index, least_tokens=1)
+    engine = SimulatedEngine(block_size=4, num_blocks=8, max_num_seqs=2, further=[blocks], copies=copies)
+    first, second = [1] * 25, [2] * 25
+    cached_tokens(engine, "a", first)
+    cached_tokens(engine, "b", second)
+    assert cached_tokens(engine, "c", first) > 0
+    copies.do_some()  # without lag: all
+    known = {*copies.files}
+    engine.scheduler.reset_prefix_cache()
+    assert cached_tokens(engine, "d", first) == 0
+    cached_tokens(engine, "e", [3] * 25)
+    copies.do_some()
+    assert {*copies.files} == known
+    blocks.close()

@@ -9,6 +9,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 from compiled_engine.llm import LLM
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
 SIZE, NUM_BLOCKS = 16, 40
@@ -68,11 +70,55 @@ def test_tokens_are_those_of_an_engine_without_a_prefix_cache(folder: Path, extr
 
 
 @pytest.mark.parametrize(
+    ("extra", "size"), [({}, 0.00026), ({"kv_cache_dtype": "int8"}, 0.000073)], ids=["fp32", "int8"]
+)
+def test_a_restart_finds_its_prefixes(folder: Path, extra: dict[str, Any], size: float, tmp_path: Path) -> None:
+    files: dict[str, Any] = {"kv_offloading_size": size, "kv_offloading_folder": tmp_path, **extra}
+    with LLM(folder, mode="eager", enable_prefix_caching=False, **OPTIONS, **extra) as llm:
+        plain = outputs(llm)
+    with LLM(folder, mode="eager", **OPTIONS, **files) as llm:
+        assert 400 // SIZE < llm.config.cache.host_blocks < 2 * 400 // SIZE, "there is room for one prefix"
+        found, metrics = outputs(llm), llm.metrics()
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+    assert metrics["kv_offload_written"] > 0
+    with LLM(folder, mode="eager", **OPTIONS, **files) as llm:
+        again, metrics = outputs(llm), llm.metrics()
+    assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in plain]
+    for (_, values, _), (_, expected, _) in zip(again, plain, strict=True):
+        assert values == pytest.approx(expected, abs=0.05 if extra else 1e-4)
+    assert min(cached for _, _, cached in again) >= 300
+    assert metrics["kv_offload_read"] > 0
+
+
+def test_files_are_those_of_a_model_and_a_layout(folder: Path, tmp_path: Path) -> None:
+    """Another checkpoint, dtype or block size finds none of them."""
+    other = tmp_path / "other"
+    make_checkpoint(other, "llama", max_position_embeddings=512, seed=1)
+    folders = set()
+    for model, changed in (
+        (folder, {}),
+        (folder, {"max_num_seqs": 2}),
+        (folder, {"block_size": 32}),
+        (folder, {"kv_cache_dtype": "int8"}),
+        (folder, {"dtype": "bfloat16"}),
+        (other, {}),
+    ):
+        given = OPTIONS | {"kv_offloading_size": 0.01, "kv_offloading_folder": tmp_path / "files"} | changed
+        del given["progress"]
+        config = resolve(EngineOptions(model, mode="eager", **given))
+        assert config.cache.block_files is not None
+        folders.add(config.cache.block_files.folder)
+    assert len(folders) == 5
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"enable_prefix_caching": False}, "kv_offloading_size is 0.01, but there is no prefix cache"),
         ({"kv_offloading_size": 1e-7}, "kv_offloading_size is 1e-07 GiB; allowed: from .* GiB, a block, to the"),
         ({"kv_offloading_size": 1e6}, "kv_offloading_size is 1000000.0 GiB; allowed: from"),
+        ({"kv_offloading_size": 0, "kv_offloading_folder": "x"}, "kv_offloading_folder is .*, but no blocks are kept"),
+        ({"kv_offloading_folder": "x", "kv_offloading_folder_size": 1e-9}, "kv_offloading_folder_size is 1e-09 GiB; "),
         ({"kv_offloading_size": -1}, "kv_offloading_size is -1; allowed: at least 0"),
     ],
 )
