@@ -100,7 +100,7 @@ class SimulatedEngine:
             features=features,
         )
         self.max_new_tokens_per_step = max_new_tokens_per_step
-        self.overtakes = copies is not None
+        self.copies = copies
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
@@ -186,7 +186,9 @@ class SimulatedEngine:
         self._take_masks()
         self.scheduler.check_integrity()
         if step is None:
-            assert self.in_flight or not self.live or self.overtakes, "requests are left, but nothing is computed"
+            assert self.in_flight or not self.live or self.copies is not None, (
+                "requests are left, but nothing is computed"
+            )
             self._note_preemptions()
             return None
         assert step.request_ids
@@ -237,7 +239,7 @@ class SimulatedEngine:
         self.num_preemptions += len(preempted)
         running = [self.live[share.request_id].order for share in shares_of(step)]
         waiting = [self.live[request_id].order for request_id in self.waiting]
-        if new and waiting and not self.overtakes:
+        if new and waiting and self.copies is None:
             assert max(self.live[request_id].order for request_id in new) < min(waiting)
         if preempted:
             assert min(self.live[request_id].order for request_id in preempted) > max(running)
@@ -311,12 +313,17 @@ class SimulatedEngine:
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
         if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
-        if self.overtakes:
+        if self.copies is not None:
             steps_left *= 20  # copies take time
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1
             self.step()
+        if self.copies is not None:  # those of aborted requests end
+            lag, self.copies.lag = self.copies.lag, 0.0
+            for reconsiders in self.scheduler.hooks.reconsiders:
+                reconsiders()
+            self.copies.lag = lag
         self.check_idle()
         while self.in_flight:
             assert not self.finish_step(), "a step that nobody waits for has outputs"

@@ -16,8 +16,6 @@ import threading
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 log = logging.getLogger("compiled_engine")
 
 HEADER = struct.Struct("<4sIQ")  # MAGIC, CRC-32 and number of the bytes that follow
@@ -32,8 +30,8 @@ class BlockFiles:
         self._folder = folder
         self._has_warned = False
 
-    def write(self, name: str, row: np.ndarray) -> bool:
-        """Write a block, uint8 [row_bytes]. Returns whether the file is there; if not, the first reason is logged."""
+    def write(self, name: str, row: memoryview) -> bool:
+        """Write the bytes of a block. Returns whether the file is there; if not, the first reason is logged."""
         path = self.path_of(name)
         partial = path.with_name(f"{name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
         try:
@@ -48,7 +46,7 @@ class BlockFiles:
             return False
         return True
 
-    def read(self, name: str, row: np.ndarray) -> bool:
+    def read(self, name: str, row: memoryview) -> bool:
         """Read a block into `row`. Returns whether it has what was written; if not, the file is removed."""
         path = self.path_of(name)
         try:
@@ -82,7 +80,7 @@ class BlockFiles:
             log.warning("%s; further errors of this kind are not logged", message)
 
 
-def _write_all(descriptor: int, data: bytes | np.ndarray) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -56,10 +56,11 @@ class Slots:
 
     def drop(self, block_hash: bytes) -> None:
         """Forget the contents under this hash, if there are any."""
-        slot = self._slots.pop(block_hash, None)
+        if (slot := self._slots.pop(block_hash, None)) is None:
+            return
         if slot in self._pins:
             self._dropped.add(slot)
-        elif slot is not None:
+        else:
             self._free.append(slot)
 
     def clear(self) -> None:

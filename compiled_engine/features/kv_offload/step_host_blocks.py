@@ -124,12 +124,12 @@ class StepHostBlocks(StepFeature):
     def _write(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
         if event is not None:
             event.synchronize()
-        return self._open_files.write(name, self._rows[slot].numpy())
+        return self._open_files.write(name, memoryview(self._rows[slot].numpy()))
 
     def _read(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
         if event is not None:
             event.synchronize()
-        return self._open_files.read(name, self._rows[slot].numpy())
+        return self._open_files.read(name, memoryview(self._rows[slot].numpy()))
 
     @property
     def _open_files(self) -> BlockFiles:

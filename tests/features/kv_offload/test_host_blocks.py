@@ -158,8 +158,6 @@ def test_every_token_is_right_under_random_operations(steps_in_flight: int, seve
                 engine.step()
             engine.scheduler.check_integrity()
             blocks.check_integrity()
-        copies.lag = 0.0
-        engine.add("last", [10], params=ONE)  # loads of aborted requests end
         engine.run()
         num_loaded += blocks.metrics()["kv_offload_loaded"]
         num_waits += copies.num_waits
@@ -221,8 +219,6 @@ def test_every_token_is_right_with_files_under_random_operations(
                 engine.scheduler.check_integrity()
                 blocks.check_integrity()
                 assert blocks.metrics()["kv_offload_files"] <= limit
-            copies.lag = 0.0
-            engine.add("last", [10], params=ONE)  # loads of aborted requests end
             engine.run()
             totals += Counter(blocks.metrics())
             totals["found again"] += num_found > 0 and blocks.metrics()["kv_offload_read"] > 0

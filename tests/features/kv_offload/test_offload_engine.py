@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
 
+from compiled_engine import LoRARequest
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
@@ -88,6 +91,66 @@ def test_a_restart_finds_its_prefixes(folder: Path, extra: dict[str, Any], size:
         assert values == pytest.approx(expected, abs=0.05 if extra else 1e-4)
     assert min(cached for _, _, cached in again) >= 300
     assert metrics["kv_offload_read"] > 0
+
+
+FEW: dict[str, dict[str, Any]] = {
+    "planned ahead": {"async_scheduling": True},
+    "two ranks": {"async_scheduling": True, "tensor_parallel_size": 2},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "two stages": {"mode": "compiled", "pipeline_parallel_size": 2},
+    "compiled": {"mode": "compiled"},
+}
+
+
+def crowd(llm: LLM, lora: LoRARequest | None) -> list[tuple[int, ...]]:
+    """Return the tokens of requests side by side, with prefixes, salts and an adapter in common."""
+    rng, found = random.Random(0), []
+    for _ in range(4):
+        prompts, adapters = [], []
+        for _ in range(10):
+            prefix, salt = rng.choice(PREFIXES)[: rng.choice([300, 200, 100])], rng.choice([{}, {"cache_salt": "a"}])
+            prompts.append({"prompt_token_ids": prefix + [rng.randrange(5, 90)] * rng.randrange(1, 20), **salt})
+            adapters.append(rng.choice([None, lora]))
+        outputs = llm.generate(prompts, PARAMS, lora_request=adapters, use_tqdm=False)
+        found += [tuple(output.outputs[0].token_ids) for output in outputs]
+    return found
+
+
+class Adapted(NamedTuple):
+    """A model, an adapter, and the tokens of an engine without a prefix cache, with the adapter and without it."""
+
+    model: Path
+    lora: LoRARequest
+    tokens: list[tuple[int, ...]]
+    plain_tokens: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    path = tmp_path_factory.mktemp("adapted")
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 134}
+    model = make_checkpoint(path / "base", "llama", max_position_embeddings=512, **shape)
+    lora = LoRARequest("code", 1, make_adapter(path / "code", model, size=2.0))
+    with LLM(path / "base", mode="eager", enable_prefix_caching=False, enable_lora=True, **OPTIONS) as llm:
+        return Adapted(path / "base", lora, crowd(llm, lora), crowd(llm, None))
+
+
+@pytest.mark.parametrize("way", [*FEW, *(pytest.param(way, marks=pytest.mark.product(one_in=1000)) for way in OTHERS)])
+def test_a_crowd_gets_its_tokens(adapted: Adapted, way: str, tmp_path: Path) -> None:
+    lora, expected = (None, adapted.plain_tokens) if way == "two stages" else (adapted.lora, adapted.tokens)
+    options = OPTIONS | {"mode": "eager", "enable_lora": lora is not None} | (FEW | OTHERS)[way]
+    files: dict[str, Any] = {"kv_offloading_size": 0.0006, "kv_offloading_folder": tmp_path}  # 78 blocks
+    with LLM(adapted.model, **options, **files) as llm:
+        assert crowd(llm, lora) == expected
+        first = llm.metrics()
+        assert crowd(llm, lora) == expected
+        metrics = llm.metrics()
+        assert metrics["kv_offload_read"] > first["kv_offload_read"]
+        assert metrics["kv_offload_loaded"] > metrics["kv_offload_read"] > 0
+        assert metrics["kv_offload_file_errors"] == 0
+        (salted,) = llm.generate([{"prompt_token_ids": PREFIXES[0], "cache_salt": "b"}], PARAMS, use_tqdm=False)
+        assert salted.num_cached_tokens == 0
 
 
 def test_files_are_those_of_a_model_and_a_layout(folder: Path, tmp_path: Path) -> None:
