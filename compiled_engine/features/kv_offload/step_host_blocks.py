@@ -1,18 +1,18 @@
 """The host memory of a rank, and the copies between it and the KV cache.
 
 A row of host memory has the rank's part of a block, of every layer. On a GPU, copies run on a stream of their own, one
-after the other and after the steps that were submitted before, so steps do not wait for them. On a CPU they are made at
-once.
+after the other and after the steps that were submitted before, so steps do not wait for them. A thread launches them,
+since a long prefix takes more launches than a stream's queue holds. On a CPU they are made at once. Other threads read
+and write files.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,11 @@ STAGING_BYTES = 64 << 20
 NUM_READERS = 8
 
 
-@dataclass
+Launched = Future[torch.cuda.Event | None]
+"""The event after copies, once they are launched; None on a CPU."""
+
+
+@dataclass(eq=False)
 class PendingLoad:
     """A load that has not ended."""
 
@@ -40,8 +44,7 @@ class PendingLoad:
     slots: list[int]
     blocks: list[int]
     reads: dict[int, Future[bool]]  # of files, by slot
-    copy: torch.cuda.Event | None = None
-    is_copied: bool = False  # the copy was launched; on a CPU, it was made
+    copies: Launched | None = None
 
 
 class StepHostBlocks(StepFeature):
@@ -51,15 +54,14 @@ class StepHostBlocks(StepFeature):
     calls = (SAVE, LOAD, ARRIVED, OPEN_FILES)
 
     def __init__(self, caches: Sequence[torch.Tensor], num_slots: int, device: torch.device, rank: int) -> None:
-        self._caches, self._num_slots, self._device = caches, num_slots, device
-        on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._saves: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        self._loads: list[PendingLoad] = []
-        self._rank = rank
-        self._files: BlockFiles | None = None
+        self._caches, self._num_slots, self._device, self._rank = caches, num_slots, device, rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._launcher = None if self._stream is None else ThreadPoolExecutor(1)
         self._readers, self._writer = ThreadPoolExecutor(NUM_READERS), ThreadPoolExecutor(1)
+        self._saves: deque[tuple[int, Launched]] = deque()
+        self._loads: list[PendingLoad] = []
         self._writes: list[tuple[str, Future[bool]]] = []
+        self._files: BlockFiles | None = None
         self._host: HostMemory | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -73,27 +75,24 @@ class StepHostBlocks(StepFeature):
     def allocate(self, num_blocks: int) -> None:
         """Allocate the slots, and run the copies of one once, so that none of their kernels is loaded later."""
         self._host = HostMemory(self._num_slots, self._staging.shape[1], pinned=self._stream is not None)
-        self.save(0, [0], [0])
-        self.load(0, [0], [0])
+        for copies in (self._copy_out, self._copy_in):
+            self._launch(copies, [0], [0]).result()
         if self._stream is not None:
             self._stream.synchronize()
-        self._saves.clear()
-        self._loads.clear()
 
     def begin(self, step: SchedulerOutput) -> None:
         """Let a step follow the save of a block that it reuses."""
         if (number := copies_before(step.extras)) is None:
             return
         while self._saves and self._saves[0][0] <= number:
-            saved, event = self._saves.popleft()
-            if event is not None and saved == number:
+            saved, copies = self._saves.popleft()
+            if saved == number and (event := copies.result()) is not None:
                 event.wait()
 
     def open_files(self, folder: str) -> None:
         """Keep files in a folder, which is the replica's."""
         self._files = BlockFiles(Path(folder) / str(self._rank))
 
-    @torch.inference_mode()
     def save(
         self,
         number: int,
@@ -106,29 +105,30 @@ class StepHostBlocks(StepFeature):
 
         Then write some of the slots to files, and remove other files.
         """
-        with self._copying():
-            for some_slots, some_blocks in self._chunks(slots, blocks):
-                indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
-                for cache, part in self._parts(staging):
-                    part.copy_(cache.index_select(0, indices))
-                for start, stop in _runs(some_slots):
-                    slot = some_slots[start]
-                    self._rows[slot : slot + stop - start].copy_(staging[start:stop], non_blocking=True)
-            event = self._event()
-        self._saves.append((number, event))
+        copies = self._launch(self._copy_out, slots, blocks)
+        self._saves.append((number, copies))
         for slot, name in files:
-            self._writes.append((name, self._writer.submit(self._write, name, slot, event)))
+            self._writes.append((name, self._writer.submit(self._write, name, slot, copies)))
         for name in removed:
             self._writer.submit(self._open_files.remove, name)
 
-    def _write(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
-        if event is not None:
-            event.synchronize()
+    def load(
+        self, number: int, blocks: Sequence[int], slots: Sequence[int], files: Sequence[tuple[int, str]] = ()
+    ) -> None:
+        """Copy slots to blocks, once the steps submitted so far have ended, and files were read into some slots."""
+        reads = {}
+        if files:  # copies from and to these slots may be running
+            before = self._launch(self._copy_out, (), ())
+            reads = {slot: self._readers.submit(self._read, name, slot, before) for slot, name in files}
+        self._loads.append(PendingLoad(number, [*slots], [*blocks], reads))
+        self._launch_loads()
+
+    def _write(self, name: str, slot: int, before: Launched) -> bool:
+        _wait_for(before)
         return self._open_files.write(name, memoryview(self._rows[slot].numpy()))
 
-    def _read(self, name: str, slot: int, event: torch.cuda.Event | None) -> bool:
-        if event is not None:
-            event.synchronize()
+    def _read(self, name: str, slot: int, before: Launched) -> bool:
+        _wait_for(before)
         return self._open_files.read(name, memoryview(self._rows[slot].numpy()))
 
     @property
@@ -136,67 +136,72 @@ class StepHostBlocks(StepFeature):
         assert self._files is not None
         return self._files
 
-    def load(
-        self, number: int, blocks: Sequence[int], slots: Sequence[int], files: Sequence[tuple[int, str]] = ()
-    ) -> None:
-        """Copy slots to blocks, once the steps submitted so far have ended, and files were read into some slots."""
-        event = None
-        if self._stream is not None and files:
-            event = self._stream.record_event()  # copies from and to these slots may be running
-        reads = {slot: self._readers.submit(self._read, name, slot, event) for slot, name in files}
-        self._loads.append(PendingLoad(number, [*slots], [*blocks], reads))
-        self._launch_loads()
-
-    @torch.inference_mode()
     def _launch_loads(self) -> None:
         for load in self._loads:
-            if load.is_copied or not all(read.done() for read in load.reads.values()):
-                continue
-            there = [slot not in load.reads or load.reads[slot].result() for slot in load.slots]
-            slots, blocks = [*compress(load.slots, there)], [*compress(load.blocks, there)]
-            with self._copying():
-                for some_slots, some_blocks in self._chunks(slots, blocks):
-                    indices, staging = upload(np.array(some_blocks), self._device), self._staging[: len(some_blocks)]
-                    for start, stop in _runs(some_slots):
-                        slot = some_slots[start]
-                        staging[start:stop].copy_(self._rows[slot : slot + stop - start], non_blocking=True)
-                    for cache, part in self._parts(staging):
-                        cache.index_copy_(0, indices, part)
-                load.copy, load.is_copied = self._event(), True
+            if load.copies is None and all(read.done() for read in load.reads.values()):
+                there = [slot not in load.reads or load.reads[slot].result() for slot in load.slots]
+                slots, blocks = [*compress(load.slots, there)], [*compress(load.blocks, there)]
+                load.copies = self._launch(self._copy_in, slots, blocks)
 
     def arrived(self) -> Arrived:
         """Return what has ended since the last call."""
         self._launch_loads()
-        ended = [load for load in self._loads if load.is_copied and _has_ended(load.copy)]
+        ended = [load for load in self._loads if load.copies is not None and _has_ended(load.copies)]
         self._loads = [load for load in self._loads if load not in ended]
         while self._saves and _has_ended(self._saves[0][1]):
             self._saves.popleft()
         loads = [(load.number, [slot for slot, read in load.reads.items() if not read.result()]) for load in ended]
-        written = [(name, write.result()) for name, write in self._writes if write.done()]
-        self._writes = [each for each in self._writes if not each[1].done()]
-        return Arrived(loads, written)
+        done = [*takewhile(lambda each: each[1].done(), self._writes)]  # one thread writes them in this order
+        self._writes = self._writes[len(done) :]
+        return Arrived(loads, [(name, write.result()) for name, write in done])
+
+    def _launch(
+        self, copies: Callable[[list[int], list[int]], None], slots: Sequence[int], blocks: Sequence[int]
+    ) -> Launched:
+        """Let the thread launch copies, which follow the steps submitted so far. On a CPU, make them."""
+        pairs = sorted(zip(slots, blocks, strict=True))
+        if self._launcher is None:
+            made: Launched = Future()
+            self._copy(copies, pairs)
+            made.set_result(None)
+            return made
+        before = torch.cuda.current_stream(self._device).record_event()
+        return self._launcher.submit(self._copy_on_stream, copies, pairs, before)
+
+    def _copy_on_stream(
+        self, copies: Callable[[list[int], list[int]], None], pairs: list[tuple[int, int]], before: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            before.wait()
+            self._copy(copies, pairs)
+            return self._stream.record_event()
+
+    @torch.inference_mode()
+    def _copy(self, copies: Callable[[list[int], list[int]], None], pairs: list[tuple[int, int]]) -> None:
+        for start in range(0, len(pairs), len(self._staging)):
+            part = pairs[start : start + len(self._staging)]
+            copies([slot for slot, _ in part], [block for _, block in part])
+
+    def _copy_out(self, slots: list[int], blocks: list[int]) -> None:
+        """Copy blocks, as many as the staging buffer has room for, to slots, which ascend."""
+        indices, staging = upload(np.array(blocks), self._device), self._staging[: len(blocks)]
+        for cache, part in self._parts(staging):
+            part.copy_(cache.index_select(0, indices))
+        for start, stop in _runs(slots):
+            self._rows[slots[start] : slots[start] + stop - start].copy_(staging[start:stop], non_blocking=True)
+
+    def _copy_in(self, slots: list[int], blocks: list[int]) -> None:
+        indices, staging = upload(np.array(blocks), self._device), self._staging[: len(blocks)]
+        for start, stop in _runs(slots):
+            staging[start:stop].copy_(self._rows[slots[start] : slots[start] + stop - start], non_blocking=True)
+        for cache, part in self._parts(staging):
+            cache.index_copy_(0, indices, part)
 
     @property
     def _rows(self) -> torch.Tensor:
         assert self._host is not None
         return self._host.rows
-
-    def _copying(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        """Return the context of copies: their stream, which waits for the steps submitted so far."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
-
-    def _event(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()
-
-    def _chunks(self, slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield slots and blocks in parts that the staging buffer has room for, in the order of slots."""
-        pairs = sorted(zip(slots, blocks, strict=True))
-        for start in range(0, len(pairs), len(self._staging)):
-            part = pairs[start : start + len(self._staging)]
-            yield [slot for slot, _ in part], [block for _, block in part]
 
     def _parts(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each layer's cache [N, words] and its part of the staging buffer, in the widest words that fit all."""
@@ -213,6 +218,8 @@ class StepHostBlocks(StepFeature):
 
     def close(self) -> None:
         """Wait for all copies and files."""
+        if self._launcher is not None:
+            self._launcher.shutdown()
         self._readers.shutdown()
         self._writer.shutdown()
         if self._stream is not None:
@@ -223,8 +230,13 @@ class StepHostBlocks(StepFeature):
         self._caches, self._staging = (), torch.empty(0)
 
 
-def _has_ended(event: torch.cuda.Event | None) -> bool:
-    return event is None or event.query()
+def _has_ended(copies: Launched) -> bool:
+    return copies.done() and ((event := copies.result()) is None or event.query())
+
+
+def _wait_for(copies: Launched) -> None:
+    if (event := copies.result()) is not None:
+        event.synchronize()
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
