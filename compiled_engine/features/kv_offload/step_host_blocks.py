@@ -125,11 +125,11 @@ class StepHostBlocks(StepFeature):
 
     def _write(self, name: str, slot: int, before: Launched) -> bool:
         _wait_for(before)
-        return self._open_files.write(name, memoryview(self._rows[slot].numpy()))
+        return self._open_files.write(name, self._rows[slot].numpy().data)
 
     def _read(self, name: str, slot: int, before: Launched) -> bool:
         _wait_for(before)
-        return self._open_files.read(name, memoryview(self._rows[slot].numpy()))
+        return self._open_files.read(name, self._rows[slot].numpy().data)
 
     @property
     def _open_files(self) -> BlockFiles:

@@ -20,11 +20,11 @@ SIZE = 100_000
 
 
 def row(seed: int) -> memoryview:
-    return memoryview(np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8))
+    return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8).data
 
 
 def read(files: BlockFiles, name: str) -> memoryview | None:
-    found = memoryview(np.zeros(SIZE, np.uint8))
+    found = np.zeros(SIZE, np.uint8).data
     return found if files.read(name, found) else None
 
 
@@ -97,7 +97,7 @@ import numpy as np
 from compiled_engine.features.kv_offload.block_files import BlockFiles
 files, number = BlockFiles(Path(sys.argv[1])), 0
 while True:
-    files.write(f"{number % 7:02}", memoryview(np.full(20_000_000, number % 251, np.uint8)))
+    files.write(f"{number % 7:02}", np.full(20_000_000, number % 251, np.uint8).data)
     number += 1
 """
 
@@ -117,7 +117,7 @@ def test_a_killed_process_leaves_whole_files(tmp_path: Path) -> None:
     found = np.zeros(20_000_000, np.uint8)
     for number in range(7):
         assert f"{number:02}" in index
-        assert BlockFiles(folder).read(f"{number:02}", memoryview(found))
+        assert BlockFiles(folder).read(f"{number:02}", found.data)
         assert (found == found[0]).all()
     index.close()
 
