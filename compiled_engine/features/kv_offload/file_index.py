@@ -12,6 +12,7 @@ import os
 import shutil
 import weakref
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
 from compiled_engine.features.kv_offload.block_files import PARTIAL
@@ -66,8 +67,12 @@ def _lock_folder(folder: Path) -> tuple[int, Path]:
     number = 0
     while True:
         own = folder / str(number)
-        own.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (descriptor := _lock(own)) is not None:
+        try:
+            own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = _lock(own)
+        except OSError as error:
+            raise ValueError(f"kv_offloading_folder cannot be used: {error}; allowed: a folder to write to") from error
+        if descriptor is not None:
             return descriptor, own
         number += 1
 
@@ -96,20 +101,21 @@ def _files_of(folder: Path) -> dict[str, tuple[float, Path]]:
 
 def _remove_others(folder: Path, most_bytes: int) -> None:
     """Remove folders of other models, the longest unused first, until all models' files have at most `most_bytes`."""
-    sizes = {each: _size(each) for each in folder.parent.iterdir() if each.is_dir()}
-    others = [each for each in sizes if each != folder]
-    surplus = sum(sizes.values()) - most_bytes
-    for other in sorted(others, key=_last_use):
+    found = {each: _size_and_last_use(each) for each in folder.parent.iterdir() if each.is_dir()}
+    surplus = sum(size for size, _ in found.values()) - most_bytes
+    for other in sorted(found.keys() - {folder}, key=lambda each: found[each][1]):
         if surplus > 0 and _remove_unlocked(other):
-            surplus -= sizes[other]
+            surplus -= found[other][0]
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _last_use(folder: Path) -> float:
-    return max((path.stat().st_mtime for path in folder.rglob("*")), default=0.0)
+def _size_and_last_use(folder: Path) -> tuple[int, float]:
+    """Return the bytes of a folder's files, and the time of the last change or use of any. Files may come and go."""
+    size, last = 0, 0.0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            size, last = size + stat.st_size * path.is_file(), max(last, stat.st_mtime)
+    return size, last
 
 
 def _remove_unlocked(folder: Path) -> bool:
