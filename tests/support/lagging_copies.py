@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from compiled_engine.engine.messages import ControlCall, SchedulerOutput
@@ -32,7 +33,7 @@ class LaggingCopies:
         self._rng, self.lag, self._faults = rng, lag, faults
         self._copies: deque[tuple[int, Callable[[], None]]] = deque()  # with numbers of saves; 0: a load
         self._num_copies = 0  # made so far
-        self._file_work: list[tuple[int, Callable[[], None]]] = []  # and the number of copies that precede it
+        self._file_work: list[tuple[int, Callable[[], Any]]] = []  # and the number of copies that precede it
         self._host: dict[tuple[int, int], int | None] = {}  # by (slot, offset)
         self.files: dict[str, list[int | None]] = {}
         self._reports: list[Arrived] = [Arrived([], []) for _ in range(NUM_RANKS)]
@@ -56,11 +57,11 @@ class LaggingCopies:
         self, number: int, slots: list[int], blocks: list[int], files: list[tuple[int, str]], removed: list[str]
     ) -> None:
         assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
-        self._copies.append((number, lambda: self._copy_out(slots, blocks)))
+        self._copies.append((number, partial(self._copy_out, slots, blocks)))
         for slot, name in files:
-            self._add_file_work(lambda slot=slot, name=name: self._write(slot, name))
+            self._add_file_work(partial(self._write, slot, name))
         for name in removed:
-            self._add_file_work(lambda name=name: self.files.pop(name, None))
+            self._add_file_work(partial(self.files.pop, name, None))
 
     def _load(self, number: int, blocks: list[int], slots: list[int], files: list[tuple[int, str]]) -> None:
         assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
@@ -83,11 +84,11 @@ class LaggingCopies:
                 self._reports[rank].loads.append((number, of_rank))
 
         for slot, name in files:
-            self._add_file_work(lambda slot=slot, name=name: read(slot, name))
+            self._add_file_work(partial(read, slot, name))
         if not files:
             self._copies.append((0, copy))
 
-    def _add_file_work(self, work: Callable[[], None]) -> None:
+    def _add_file_work(self, work: Callable[[], Any]) -> None:
         self._file_work.append((self._num_copies + len(self._copies), work))
 
     def _write(self, slot: int, name: str) -> None:

@@ -129,7 +129,12 @@ class Adapted(NamedTuple):
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     path = tmp_path_factory.mktemp("adapted")
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 134}
+    shape: dict[str, Any] = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 134,
+    }
     model = make_checkpoint(path / "base", "llama", max_position_embeddings=512, **shape)
     lora = LoRARequest("code", 1, make_adapter(path / "code", model, size=2.0))
     with LLM(path / "base", mode="eager", enable_prefix_caching=False, enable_lora=True, **OPTIONS) as llm:
