@@ -24,10 +24,9 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,
     "block_size": 16,
-    "num_blocks": 80,  # two prefixes
+    "num_blocks": 100,  # two prefixes and the other request
 }
 COMPILED: dict[str, Any] = {"mode": "graphed", "compile_workers": 0}
-LARGE, SMALL = 0.1, 0.0046  # GiB of host memory: for more than a thousand blocks, and for 50, which hold one prefix
 PREFIXES = [tuple((7 * start + 3 * place * place) % 4000 + 5 for place in range(600)) for start in range(3)]
 SAME = ("traces", "compiles", "captures")
 
@@ -44,7 +43,7 @@ def run(**options: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
     with closing(start_core(resolve(EngineOptions(**OPTIONS | options)), SilentProgress())) as core:
         before = core.metrics()
-        core.add(EngineRequest("other", tuple(range(10, 30)), params(400)))
+        core.add(EngineRequest("other", tuple(range(10, 30)), params(800)))
         while not tokens["other"]:
             for output in core.step():
                 tokens[output.request_id] += output.new_token_ids
@@ -66,15 +65,14 @@ def run(**options: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 
 def test_prefixes_come_back_while_others_decode(tmp_path: Path) -> None:
-    """From host memory, from files, and from files after a restart."""
+    """From host memory, and after a restart from files."""
     expected, _ = run(mode="eager", enable_prefix_caching=False)
-    found, metrics = run(kv_offloading_size=LARGE, **COMPILED)
+    options: dict[str, Any] = {"kv_offloading_size": 0.1, "kv_offloading_folder": tmp_path, **COMPILED}
+    found, metrics = run(**options)
     assert found == expected
     assert metrics["kv_offload_loaded"] > 0
-    options: dict[str, Any] = {"kv_offloading_size": SMALL, "kv_offloading_folder": tmp_path, **COMPILED}
-    for is_first in (True, False):
-        found, metrics = run(**options)
-        assert found == expected
-        assert metrics["kv_offload_read"] > 0
-        assert metrics["kv_offload_file_errors"] == 0
-        assert (metrics["kv_offload_written"] > 60) == is_first
+    assert metrics["kv_offload_read"] == 0
+    found, again = run(**options)
+    assert found == expected
+    assert again["kv_offload_loaded"] >= again["kv_offload_read"] > 0
+    assert metrics["kv_offload_file_errors"] == again["kv_offload_file_errors"] == 0
