@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
 from compiled_engine.engine.step_hooks import MakeFeatures, RunnerFeatures, RunnerParts, Tail
 from compiled_engine.engine.step_sampling import Advance, StepAdvance
 from compiled_engine.features.adapters import table as adapters
@@ -72,11 +74,12 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if config.parallel.num_stages > 1:
         stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
-    recurrences = config.model.recurrences
+    recurrences, longest_prefix = config.model.recurrences, None
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
-        features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+        features.append(snapshots := StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+        longest_prefix = snapshots.longest_prefix
     if config.cache.host_blocks:
-        features.append(_host_blocks(config, executor))
+        features.append(_host_blocks(config, executor, longest_prefix))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -87,12 +90,14 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     return features
 
 
-def _host_blocks(config: EngineConfig, executor: Executor) -> HostBlocks:
+def _host_blocks(
+    config: EngineConfig, executor: Executor, longest_prefix: Callable[[Request, int], int] | None
+) -> HostBlocks:
     cache, files = config.cache, None
     if cache.block_files is not None:
         limit, num_ranks = cache.block_files.limit, config.parallel.devices_per_replica
         files = FileIndex(cache.block_files.folder, limit, num_ranks, cache.block_files.most_bytes)
-    return HostBlocks(cache.host_blocks, executor.call, files)
+    return HostBlocks(cache.host_blocks, executor.call, files, longest_prefix=longest_prefix)
 
 
 def _draft_plan(config: EngineConfig) -> PlanFeature:

@@ -69,7 +69,8 @@ class Load:
 class HostBlocks(PlanFeature):
     """Plans the copies of an engine with `num_slots` slots. call_ranks is Executor.call. A BlockWatcher.
 
-    files: of blocks outside host memory; None: there are none.
+    files: of blocks outside host memory; None: there are none. longest_prefix: returns the tokens of a request's prefix
+    that other resources than blocks have, given their most (FindableResource.longest_prefix); None: all.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class HostBlocks(PlanFeature):
         call_ranks: Callable[[ControlCall], list[Any]],
         files: FileIndex | None = None,
         *,
+        longest_prefix: Callable[[Request, int], int] | None = None,
         least_tokens: int = LEAST_TOKENS,
         together: int = TOGETHER,
     ) -> None:
         self._call_ranks, self._least_tokens, self._together = call_ranks, least_tokens, together
+        self._longest_prefix = longest_prefix
         self._slots = Slots(num_slots)
         self._group: BlockGroup | None = None
         self._num_steps = 0  # planned so far
@@ -199,8 +202,10 @@ class HostBlocks(PlanFeature):
         group = self._group
         if group is None or request.computes_every_token or request in self._has_waited:
             return all(load.fill.request is not request for load in self._loads.values())
-        size = group.block_size
-        most = (len(request.token_ids) - 1) // size
+        size, most = group.block_size, len(request.token_ids) - 1
+        if self._longest_prefix is not None:
+            most = self._longest_prefix(request, most)
+        most //= size
         stored = []  # indices of blocks to copy
         for index, block_hash in enumerate(leading_hashes(request, size, most)[:most]):
             if group.pool.find(block_hash) is None:

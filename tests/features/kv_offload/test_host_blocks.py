@@ -64,6 +64,16 @@ def test_few_tokens_are_computed_again() -> None:
         assert (cached, loaded) == ((24, num_loaded) if least <= 4 * num_loaded else (24 - 4 * num_loaded, 0))
 
 
+def test_no_more_is_loaded_than_other_resources_have() -> None:
+    copies = LaggingCopies(random.Random(0))
+    blocks = HostBlocks(64, copies.call, longest_prefix=lambda request, most: 9, least_tokens=1)
+    engine = SimulatedEngine(block_size=4, num_blocks=8, max_num_seqs=2, further=[blocks], copies=copies)
+    for name in range(3):
+        cached_tokens(engine, f"r{name}", [name] * 25)
+    assert cached_tokens(engine, "again", [0] * 25) == 8
+    assert blocks.metrics()["kv_offload_loaded"] == 2
+
+
 def test_the_least_recently_used_slot_is_given_away() -> None:
     engine, blocks = engine_with(6)
     for name in range(6):
