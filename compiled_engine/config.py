@@ -278,6 +278,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class BlockFilesConfig:
+    """The files of blocks of the KV cache."""
+
+    folder: Path  # of this model, below the user's, see resolve/host_blocks.py
+    limit: int  # blocks with files, for each replica
+    most_bytes: int  # files of all models below the user's folder
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache."""
 
@@ -286,6 +295,8 @@ class CacheConfig:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_dtype: str = AUTO  # auto: the model's dtype; or the name of an 8-bit format, see kv_format
+    host_blocks: int = 0  # blocks of the prefix cache that host memory has room for
+    block_files: BlockFilesConfig | None = None  # None: blocks in host memory are not written to files
 
 
 @dataclass(frozen=True)
@@ -308,6 +319,36 @@ class AdapterConfig:
     max_loras: int  # slots on the device, which is the most adapters in a step
     max_lora_rank: int
     max_cpu_loras: int  # copies in host memory beyond which unused adapters are dropped
+
+
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """How events of the prefix cache are published over ZeroMQ."""
+
+    endpoint: str  # of the PUB socket: bound if it has a wildcard or names a local socket, otherwise connected to
+    replay_endpoint: str | None  # of the ROUTER socket that replays batches; None: there is none
+    topic: str
+    buffer_steps: int  # batches kept for replays
+    hwm: int  # messages that wait for a slow subscriber before further ones are dropped
+    max_queued: int  # batches that may wait for the publishing thread
+    data_parallel_rank: int = 0  # number of the replica
+
+    def of_replica(self, number: int) -> KVEventsConfig:
+        """Return the configuration of a replica, whose endpoints differ from those of the others as in vLLM."""
+        replay = self.replay_endpoint and _endpoint_of(self.replay_endpoint, number)
+        return replace(
+            self, endpoint=_endpoint_of(self.endpoint, number), replay_endpoint=replay, data_parallel_rank=number
+        )
+
+
+def _endpoint_of(endpoint: str, number: int) -> str:
+    """Return a replica's endpoint: a TCP port is higher by its number, other names end in _dp and the number."""
+    if not number:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{number}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + number}"
 
 
 @dataclass(frozen=True)
@@ -506,6 +547,7 @@ class EngineConfig:
     adapters: AdapterConfig | None  # None: requests have no adapters
     images: ImagesConfig | None  # None: prompts have no images
     image_input: ImageInput | None  # None: prompts have no images, see reasons
+    kv_events: KVEventsConfig | None  # None: no events of the prefix cache are published
     sleeps: bool  # it may give its memory back while it is idle
     logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
 
@@ -574,15 +616,16 @@ class EngineConfig:
             adapters=None,
             images=None,
             image_input=None,
+            kv_events=None,
         )
 
-    @property
-    def of_replica(self) -> EngineConfig:
-        """The configuration of a single replica."""
+    def of_replica(self, number: int) -> EngineConfig:
+        """Return the configuration of the replica with this number."""
         executor = self.parallel.executor
         if executor == "ray":
             executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
-        return replace(self, parallel=replace(self.parallel, executor=executor, data_parallel_size=1))
+        parallel = replace(self.parallel, executor=executor, data_parallel_size=1)
+        return replace(self, parallel=parallel, kv_events=self.kv_events and self.kv_events.of_replica(number))
 
 
 def json_value(value: Any) -> Any:
@@ -616,7 +659,8 @@ _OF_NO_EFFECT = (".model.path", ".model.hub_name", ".model.revision", ".compile.
 
 def effective_fields(config: EngineConfig) -> dict[str, Any]:
     """Return the fields that may influence what the engine computes, in the form of `flat_fields`."""
-    return {name: value for name, value in flat_fields(config).items() if not f".{name}".endswith(_OF_NO_EFFECT)}
+    fields_of = flat_fields(replace(config, kv_events=None, cache=replace(config.cache, block_files=None)))
+    return {name: value for name, value in fields_of.items() if not f".{name}".endswith(_OF_NO_EFFECT)}
 
 
 def encode_other(value: Any) -> str:

@@ -139,6 +139,31 @@ class EngineOptions:
     enable_prefix_caching: bool = declare(
         True, SWITCH, "reuse the KV cache of prompts with a common prefix", flag="--no-prefix-caching"
     )
+    kv_offloading_size: float | None = declare(
+        None,
+        number("at least 0", lambda size: size >= 0),
+        "host memory in GiB for [blocks that the prefix cache evicts](prefix_caching.md#host-memory), of all ranks "
+        "together and for each replica",
+        default_is="none are kept",
+    )
+    kv_offloading_folder: str | Path | None = declare(
+        None,
+        path(),
+        "folder for [files of these blocks](prefix_caching.md#files), which a later start reads",
+        default_is="no files are written",
+    )
+    kv_offloading_folder_size: float = declare(
+        32,
+        number("above 0", lambda size: size > 0),
+        "most GiB of these files, of all ranks together and for each replica",
+    )
+    kv_events_config: Mapping[str, Any] | str | None = declare(
+        None,
+        OBJECT,
+        "[publish which blocks the prefix cache has](prefix_caching.md#events): a dict with `enable_kv_cache_events`, "
+        "`endpoint` and more, on the command line as JSON",
+        default_is="nothing is published",
+    )
     num_state_snapshots: int | None = declare(
         None,
         integer(0, 1 << 20),

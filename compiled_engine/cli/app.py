@@ -13,6 +13,7 @@ from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
 from compiled_engine.cli.bench_loss import loss
 from compiled_engine.cli.bench_plot import plot
+from compiled_engine.cli.bench_prefix import prefix
 from compiled_engine.cli.bench_serve import serve as bench_serve
 from compiled_engine.cli.bench_startup import startup
 from compiled_engine.cli.bench_step import step
@@ -37,10 +38,13 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 BENCH_KINDS: dict[Any, type[TyperCommand]] = {
-    **dict.fromkeys((table, ablation, startup, step, http, embed), EngineCommand),
+    **dict.fromkeys((table, ablation, startup, step, http, embed, prefix), EngineCommand),
     bench_serve: BenchServeCommand,
 }
-for command in (*(table, compare, ablation, plot, startup, step, bench_serve, http, transformers, load, embed, loss),):
+BENCH_COMMANDS = (
+    *(table, compare, ablation, plot, startup, step, bench_serve, http, transformers, load, embed, loss, prefix),
+)
+for command in BENCH_COMMANDS:
     bench.command(cls=BENCH_KINDS.get(command))(command)
 
 app = typer.Typer(

@@ -20,7 +20,7 @@ from compiled_engine.schema import declarations
 # Own options whose values are JSON objects: mappings in a YAML file, or dotted keys on the command line.
 OBJECTS = (
     *("speculative_config", "pooler_config", "hf_overrides", "default_chat_template_kwargs"),
-    *("limit_mm_per_prompt", "mm_processor_kwargs"),
+    *("limit_mm_per_prompt", "mm_processor_kwargs", "kv_events_config"),
 )
 INTEGERS = {each.name for each in declarations(EngineOptions) if each.schema.get("type") == "integer"}
 _LEVEL = re.compile(r"-O(\d)")

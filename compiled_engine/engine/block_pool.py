@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from compiled_engine.engine.cache_resource import check_holders
 from compiled_engine.engine.messages import Content
@@ -75,6 +76,29 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
     return hashes
 
 
+class BlockWatcher(Protocol):
+    """Watches which blocks of a group can be found by their hashes, while steps are planned and processed."""
+
+    def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Note blocks that can be found from now on. Steps in flight may still have to fill them.
+
+        indices: their places in the request's block table, ascending. hashes: of all its leading blocks up to the last.
+        """
+        ...
+
+    def evicted(self, block: int, block_hash: bytes) -> None:
+        """Note a block that cannot be found any more, because it was allocated again."""
+        ...
+
+    def dropped(self, block: int, block_hash: bytes) -> None:
+        """Note a block that cannot be found any more, because its contents were not written."""
+        ...
+
+    def cleared(self) -> None:
+        """Note that no block can be found any more."""
+        ...
+
+
 class BlockPool:
     """Counts references to blocks. Blocks without references are in a free list and are allocated from its front.
 
@@ -90,6 +114,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.watchers: list[BlockWatcher] = []
 
     @property
     def num_free(self) -> int:
@@ -112,8 +137,10 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            if self._hashes[block] is not None:
-                self.unregister(block)
+            if (block_hash := self._hashes[block]) is not None:
+                self._forget(block, block_hash)
+                for watcher in self.watchers:
+                    watcher.evicted(block, block_hash)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -134,18 +161,28 @@ class BlockPool:
             if self._hashes[block] is None:
                 self._free.move_to_end(block, last=False)
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Register a held block under its hash, unless another block is already registered under this hash."""
-        if block_hash not in self._block_of_hash:
-            self._block_of_hash[block_hash] = block
-            self._hashes[block] = block_hash
+    def register(self, block: int, block_hash: bytes) -> bool:
+        """Register a held block under its hash, unless another block is already registered under this hash.
+
+        Returns whether it was registered. The caller tells the watchers.
+        """
+        if block_hash in self._block_of_hash:
+            return False
+        self._block_of_hash[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
 
     def unregister(self, block: int) -> None:
         """Remove a block's hash, if it has one, so that the block cannot be found."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._block_of_hash[block_hash]
-            self._hashes[block] = None
+            self._forget(block, block_hash)
+            for watcher in self.watchers:
+                watcher.dropped(block, block_hash)
+
+    def _forget(self, block: int, block_hash: bytes) -> None:
+        del self._block_of_hash[block_hash]
+        self._hashes[block] = None
 
     def check_all_free(self) -> None:
         """Raise RuntimeError if a block is held. Call it when no request is left."""
@@ -153,8 +190,11 @@ class BlockPool:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
     def unregister_all(self) -> None:
-        for block in list(self._block_of_hash.values()):
-            self.unregister(block)
+        for block in self._block_of_hash.values():
+            self._hashes[block] = None
+        self._block_of_hash.clear()
+        for watcher in self.watchers:
+            watcher.cleared()
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless the pool is consistent and exactly `block_tables` hold its blocks."""
@@ -186,6 +226,16 @@ class BlockTable:
     hashes: list[bytes]  # see Request.block_hashes
 
 
+@dataclass(eq=False, slots=True)
+class Fill:
+    """The leading blocks of a waiting request while a feature fills those that could not be found."""
+
+    request: Request
+    hashes: list[bytes]
+    blocks: list[int]
+    missing: list[int]  # indices of the blocks to fill, ascending
+
+
 class BlockGroup:
     """The blocks of a KV group, a FindableResource, with the block tables of requests.
 
@@ -201,6 +251,11 @@ class BlockGroup:
         self.block_size = block_size
         self._tables: dict[Request, BlockTable] = {}
         self._registered: list[int] = []
+        self._fills: list[Fill] = []
+
+    def watch(self, watcher: BlockWatcher) -> None:
+        """Tell `watcher` from now on which blocks can be found."""
+        self.pool.watchers.append(watcher)
 
     @property
     def num_slots(self) -> int:
@@ -237,6 +292,33 @@ class BlockGroup:
         hashes = leading_hashes(request, self.block_size, len(cached))
         self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
+    def begin_fill(self, request: Request, count: int) -> Fill:
+        """Hold the leading blocks of a waiting request: those that can be found, and new ones to fill with the others.
+
+        Raises RuntimeError if too few blocks are free; `has_room` for `count` blocks says so before.
+        """
+        cached = list(self._cached(request, count))
+        for block in cached:
+            if block is not None:
+                self.pool.acquire(block)
+        missing = [index for index, block in enumerate(cached) if block is None]
+        new = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))
+        blocks = [new[index] if block is None else block for index, block in enumerate(cached)]
+        fill = Fill(request, leading_hashes(request, self.block_size, count)[:count], blocks, missing)
+        self._fills.append(fill)
+        return fill
+
+    def end_fill(self, fill: Fill, filled: Collection[int]) -> None:
+        """Release the blocks of a fill. Those that now have their contents, by index in the prefix, can be found."""
+        self._fills.remove(fill)
+        new = [index for index in fill.missing if index in filled]
+        new = [index for index in new if self.pool.register(fill.blocks[index], fill.hashes[index])]
+        if new:
+            for watcher in self.pool.watchers:
+                watcher.registered(fill.request, new, fill.hashes)
+        for block in reversed(fill.blocks):
+            self.pool.release(block)
+
     def can_grow(self, request: Request, num_tokens: int) -> bool:
         """Return whether the pool has the blocks that a running request still needs for `num_tokens` tokens."""
         return self._missing(request, num_tokens) <= self.pool.num_free
@@ -267,8 +349,14 @@ class BlockGroup:
         first, num_full = table.num_registered, num_tokens // size
         if num_full > first:
             hash_blocks(table.hashes, request.prefix_root, request.token_ids, size, num_full, request.asked.contents)
-            for index in range(first, num_full):
-                self.pool.register(table.block_ids[index], table.hashes[index])
+            fresh = [
+                index
+                for index in range(first, num_full)
+                if self.pool.register(table.block_ids[index], table.hashes[index])
+            ]
+            if fresh:
+                for watcher in self.pool.watchers:
+                    watcher.registered(request, fresh, table.hashes)
             self._registered += table.block_ids[first:num_full]
             table.num_registered = num_full
         return (table.num_registered + 1) * size
@@ -285,7 +373,8 @@ class BlockGroup:
         self.pool.unregister_all()
 
     def check_all_free(self) -> None:
-        self.pool.check_all_free()
+        if not self._fills:
+            self.pool.check_all_free()
 
     def check_integrity(self, holders: Collection[Request]) -> None:
         check_holders("blocks", self._tables, holders)
@@ -295,7 +384,8 @@ class BlockGroup:
                     f"request {request.request_id!r} has {request.num_computed_tokens} tokens computed, "
                     f"but {len(table.block_ids)} blocks of {self.block_size}"
                 )
-        self.pool.check_integrity(table.block_ids for table in self._tables.values())
+        tables = (table.block_ids for table in self._tables.values())
+        self.pool.check_integrity((*tables, *(fill.blocks for fill in self._fills)))
 
     def _missing(self, request: Request, num_tokens: int) -> int:
         """Return how many more blocks the request needs for `num_tokens` tokens; negative if it has spare ones."""

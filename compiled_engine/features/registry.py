@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
 from compiled_engine.engine.step_hooks import MakeFeatures, RunnerFeatures, RunnerParts, Tail
 from compiled_engine.engine.step_sampling import Advance, StepAdvance
 from compiled_engine.features.adapters import table as adapters
@@ -20,6 +22,12 @@ from compiled_engine.features.images import plan as images
 from compiled_engine.features.images.eager_images import EagerImages
 from compiled_engine.features.images.plan import ImagePlan
 from compiled_engine.features.images.step_images import StepImagesOnDevice
+from compiled_engine.features.kv_events import plan as kv_events
+from compiled_engine.features.kv_events.plan import KVEvents
+from compiled_engine.features.kv_offload import plan as kv_offload
+from compiled_engine.features.kv_offload.file_index import FileIndex
+from compiled_engine.features.kv_offload.plan import HostBlocks
+from compiled_engine.features.kv_offload.step_host_blocks import StepHostBlocks
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
 from compiled_engine.features.pooling.plan import PoolingPlan
@@ -47,8 +55,11 @@ from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
-COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS)
-GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES)
+COUNTERS = (
+    *(*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS),
+    *(*kv_events.COUNTERS, *kv_offload.COUNTERS),
+)
+GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES, *kv_offload.GAUGES)
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
@@ -68,13 +79,30 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
     if config.model.length_angles is not None:
         features.append(AnglesByLength(config.model.length_angles))
-    recurrences = config.model.recurrences
+    recurrences, longest_prefix = config.model.recurrences, None
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
-        features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+        features.append(snapshots := StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+        longest_prefix = snapshots.longest_prefix
+    if config.cache.host_blocks:
+        features.append(_host_blocks(config, executor, longest_prefix))
+    if config.kv_events is not None:
+        from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
+
+        features.append(KVEvents(Publisher(config.kv_events)))
     features.append(updates := WeightUpdates(executor.call))
     if config.sleeps:
         features.append(Sleep(executor.call, updates))
     return features
+
+
+def _host_blocks(
+    config: EngineConfig, executor: Executor, longest_prefix: Callable[[Request, int], int] | None
+) -> HostBlocks:
+    cache, files = config.cache, None
+    if cache.block_files is not None:
+        limit, num_ranks = cache.block_files.limit, config.parallel.devices_per_replica
+        files = FileIndex(cache.block_files.folder, limit, num_ranks, cache.block_files.most_bytes)
+    return HostBlocks(cache.host_blocks, executor.call, files, longest_prefix=longest_prefix)
 
 
 def _draft_plan(config: EngineConfig) -> PlanFeature:
@@ -116,6 +144,8 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
 def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFeatures:
     """Return the device parts of the enabled features. See `make_features` for `link`."""
     config, model = parts.config, parts.config.model
+    stage, tensor = 0 if link is None else link.stage.index, config.parallel.tensor_parallel_size
+    rank = stage * tensor + parts.group.rank
     features = drafting(parts)
     others: list[CheckTensors] = [each.check_weights for each in features if isinstance(each, Drafter)]
     asleep: list[LoseWeights] = []
@@ -134,6 +164,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(traffic)
         if not link.stage.is_last:
             tail = SendTail(traffic, advance)
+    if config.cache.host_blocks:
+        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks, config.device, rank))
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.length_angles is not None:
@@ -147,9 +179,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    stage = 0 if link is None else link.stage.index
-    num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
-    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks, others))
+    features.append(StepWeightUpdates(parts.weights, rank, config.parallel.devices_per_replica, others))
     if config.sleeps:
         features.append(StepSleep(parts.weights, parts.model, asleep))
     return RunnerFeatures(features, tail, advance)

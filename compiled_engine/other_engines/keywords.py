@@ -207,7 +207,7 @@ HONOURED: Rows = {
         "max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching? "
         "scheduling_policy logprobs_mode async_scheduling? logits_processors* enable_sleep_mode? "
         "tensor_parallel_size pipeline_parallel_size data_parallel_size runner convert pooler_config enable_lora? "
-        "max_loras max_lora_rank max_cpu_loras language_model_only? mm_processor_cache_gb"
+        "kv_offloading_size max_loras max_lora_rank max_cpu_loras language_model_only? mm_processor_cache_gb"
     ),
     "max_model_len": Honoured(
         '`max_model_len`; "auto" and -1 are the default; 4k is 4,000, and 4K is 4,096', read="length"
@@ -218,6 +218,7 @@ HONOURED: Rows = {
         {**LOADERS, "mistral": OTHER_FORMAT},
     ),
     "speculative_config": Honoured("`speculative_config`", "speculative_config", nothing=({},)),
+    "kv_events_config": Honoured("`kv_events_config`", "kv_events_config", nothing=({},)),
     "dtype": Honoured(
         "`dtype`; half, float and a `torch.dtype` as well",
         "dtype",
@@ -363,7 +364,6 @@ NOT_SUPPORTED: Rows = {
         code_revision=(),
         diffusion_config=({},),
         kv_transfer_config=(),
-        kv_events_config=(),
         ec_transfer_config=(),
         model_class_overrides=({},),
         scheduler_cls=(),
@@ -407,8 +407,8 @@ NOT_SUPPORTED: Rows = {
         "use a smaller model or a device with more memory",
         cpu_offload_gb=0,
         offload_group_size=0,
-        kv_offloading_size=(0,),
     ),
+    **only("leave it out: the engine itself keeps blocks in host memory", kv_offloading_backend="native"),
     **only("update_weights() takes a folder, or tensors; `serve` has the option", weight_transfer_config=()),
     **only(
         "give hf_overrides, or change the checkpoint's config.json",
@@ -454,7 +454,7 @@ WITHOUT_EFFECT: Rows = {
     **without_effect(
         """
         offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
-        kv_offloading_backend swap_space
+        swap_space
         """,
         "nothing is offloaded",
     ),

@@ -168,4 +168,4 @@ def device_of_core(config: EngineConfig) -> str:
 
     It is "cpu" if worker processes use the device in place of the core's process.
     """
-    return "cpu" if config.of_replica.parallel.executor == "multiprocess" else config.device.type
+    return "cpu" if config.of_replica(0).parallel.executor == "multiprocess" else config.device.type

@@ -99,7 +99,7 @@ def _start_replicas(
         when_ended = _launch(config, cores)
         for number, core in enumerate(cores):
             start = Start(
-                config=config.of_replica,
+                config=config.of_replica(number),
                 frontend=FrontendOptions(skip_tokenizer_init=True, generation_config="none"),
                 logits_processors=processors,
                 num_threads=max(1, torch.get_num_threads() // count),

@@ -43,8 +43,10 @@ from compiled_engine.resolve.folders import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
+from compiled_engine.resolve.host_blocks import resolve_host_blocks
 from compiled_engine.resolve.image_input import processor_settings, resolve_image_input
 from compiled_engine.resolve.images import resolve_images
+from compiled_engine.resolve.kv_events import resolve_kv_events
 from compiled_engine.resolve.parallel import resolve_parallel
 from compiled_engine.resolve.recurrences import (
     MIB,
@@ -134,10 +136,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         adapters=resolve_adapters(options, model, parallel, reasons=reasons),
         images=images,
         image_input=image_input,
+        kv_events=resolve_kv_events(options, caches_prefixes, reasons),
         sleeps=options.enable_sleep_mode,
         logprobs_mode=options.logprobs_mode,
     )
-    return replace(config, speculation=resolve_speculation(options, config, progress))
+    config = replace(config, speculation=resolve_speculation(options, config, progress))
+    return replace(config, cache=resolve_host_blocks(options, config))
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from compiled_engine.config import EngineConfig, ImageInput, flat_fields
+from compiled_engine.config import BlockFilesConfig, EngineConfig, ImageInput, KVEventsConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
@@ -96,6 +96,10 @@ OTHER_IMAGE_FIELDS = (
 IMAGE_PACKAGES = ("passes.images",)
 # Fields of an engine that reads images.
 OTHER_INPUT_FIELDS = tuple(f"image_input.{field.name}" for field in fields(ImageInput))
+# Fields of an engine that publishes events of the prefix cache.
+OTHER_EVENT_FIELDS = tuple(f"kv_events.{field.name}" for field in fields(KVEventsConfig))
+# Fields of an engine that writes blocks to files.
+OTHER_BLOCK_FILE_FIELDS = tuple(f"cache.block_files.{field.name}" for field in fields(BlockFilesConfig))
 # Further outputs, for a draft head: inputs of layers, and hidden states beside logits; factors only if there are any.
 FOR_HEADS = ("speculation.aux_layers", "speculation.reads_hidden")
 # An 8-bit KV cache has other shapes, and scales; a factor only if it is not in the model's dtype.
@@ -149,6 +153,8 @@ OTHER_FIELDS = (
     "cache.num_blocks",
     "cache.gpu_memory_utilization",
     "cache.enable_prefix_caching",
+    "cache.host_blocks",
+    "cache.block_files",  # None, for an engine that writes no files
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",
     "scheduler.policy",
@@ -182,6 +188,7 @@ OTHER_FIELDS = (
     "adapters",  # None, for an engine without them
     "images",  # None, for an engine without them
     "image_input",  # None, for an engine that reads no images
+    "kv_events",  # None, for an engine that publishes none
 )
 
 
@@ -216,7 +223,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     optional = (
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *VISION_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS, *IMAGE_FIELDS, *OTHER_IMAGE_FIELDS),
-        *(*LENGTH_ANGLES_FIELDS, *OTHER_INPUT_FIELDS),
+        *(*LENGTH_ANGLES_FIELDS, *OTHER_INPUT_FIELDS, *OTHER_EVENT_FIELDS, *OTHER_BLOCK_FILE_FIELDS),
     )
     declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)

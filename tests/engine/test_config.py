@@ -119,7 +119,7 @@ def test_ranks_stages_and_replicas(parallel: ParallelConfig, stages: int, device
 )
 def test_a_replica_has_the_same_but_is_alone(parallel: ParallelConfig, executor: str) -> None:
     config = replace(BASE, parallel=parallel)
-    of_replica = config.of_replica
+    of_replica = config.of_replica(0)
     assert of_replica.parallel == replace(parallel, executor=executor, data_parallel_size=1)
     assert replace(of_replica, parallel=parallel) == config
 

@@ -50,7 +50,7 @@ SWITCHES = (
     *("skip_tokenizer_init", "enable_prefix_caching", "enable_lora", "strict_passes", "verify_passes"),
     *("compile_cache", "sequence_parallel", "async_scheduling"),
 )
-PATHS = ("model", "tokenizer", "download_dir", "merge_adapter", "cache_dir", "profile_dir")
+PATHS = ("model", "tokenizer", "download_dir", "merge_adapter", "kv_offloading_folder", "cache_dir", "profile_dir")
 REVISIONS = ("revision", "tokenizer_revision")
 SIZES = ("compile_ranges", "capture_sizes", "capture_token_sizes")
 LISTS = ("quantization_ignore", "passes", "disable_passes", "plugins", "logits_processors")
@@ -58,6 +58,7 @@ MAY_BE_NONE = {
     *("model", "tokenizer", "download_dir", "merge_adapter", "cache_dir", "passes", "async_scheduling", "quantization"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "num_blocks"),
     *("num_state_snapshots", "max_cpu_loras", "compile_workers", "speculative_config", "pooler_config"),
+    *("kv_events_config", "kv_offloading_size", "kv_offloading_folder"),
     *("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "image_workers", "allowed_local_media_path"),
     *("encoder_cache_size", "max_num_encoder_input_tokens"),
     *REVISIONS,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fake_runner import VOCAB_SIZE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lagging_copies import LaggingCopies
 from scripted_drafts import AnyLength
 from simulated_engine import SimulatedEngine, outputs_of
 from token_masks import ByLastToken
 
 from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.features.kv_offload.plan import HostBlocks
 from compiled_engine.sampling.params import SamplingParams
 
 # Steps in flight and micro-batches: a lone stage, then pipelines, each without and with scheduling ahead.
@@ -50,6 +53,14 @@ def draft_length_of(max_new_tokens_per_step: int, skips_head: bool) -> AnyLength
     )
 
 
+def with_host_blocks(num_slots: int, seed: int) -> dict[str, Any]:
+    """Further arguments of an engine whose evicted blocks come back from host memory, late; 0: they do not."""
+    if not num_slots:
+        return {}
+    copies = LaggingCopies(random.Random(seed))
+    return {"copies": copies, "further": [HostBlocks(num_slots, copies.call, least_tokens=1, together=1)]}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and fail at every moment, in flight too; ids and prompts are used again and again."""
 
@@ -71,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens_per_step=st.sampled_from([1, 1, 2, 4]),
         num_snapshots=st.sampled_from([0, 0, 1, 2, 20]),
         skips_head=st.booleans(),
+        host_slots=st.sampled_from([0, 0, 1, 4, 60]),
         seed=st.integers(0, 99),
     )
     def start(
@@ -80,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens_per_step: int,
         num_snapshots: int,
         skips_head: bool,
+        host_slots: int,
         seed: int,
         **limits: int | str | bool | None,
     ) -> None:
@@ -92,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             yields=yields_of(seed),
             num_snapshots=num_snapshots,
             draft_length=draft_length_of(max_new_tokens_per_step, skips_head),
+            **with_host_blocks(host_slots, seed),
             **limits,  # type: ignore[arg-type]
         )
 
@@ -205,6 +219,7 @@ def test_a_heavy_load_is_served_in_full(
         yields=yields_of(seed),
         num_snapshots=rng.choice([0, 1, 3, 40]),
         draft_length=draft_length_of(max_new_tokens_per_step, rng.random() < 0.5),
+        **with_host_blocks(rng.choice([0, 5, 100]), seed),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

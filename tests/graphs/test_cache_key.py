@@ -74,6 +74,7 @@ def base_config() -> EngineConfig:
 # Another value for every field.
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
+    "cache.host_blocks": 5,
     "model.hub_name": "org/name",
     "model.merged_adapter": Path("/an/adapter"),
     "model.wrapper": "LlavaForConditionalGeneration",
@@ -172,6 +173,7 @@ PERTURBED: dict[str, Any] = {
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
 APART |= {"model.length_angles"}
 APART |= {"model.recurrences", "model.head", "model.vision", "speculation.draft", "adapters", "images", "image_input"}
+APART |= {"kv_events", "cache.block_files"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:

@@ -45,6 +45,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("async_scheduling", False, {"async_scheduling": False}),
     ("speculative_config", {"method": "ngram"}, {"speculative_config": {"method": "ngram"}}),
     ("speculative_config", {}, {}),
+    ("kv_offloading_size", 2.5, {"kv_offloading_size": 2.5}),
+    ("kv_events_config", {"topic": "kv"}, {"kv_events_config": {"topic": "kv"}}),
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
     ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
     ("pipeline_parallel_size", 2, {"pipeline_parallel_size": 2}),

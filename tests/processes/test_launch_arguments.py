@@ -322,7 +322,7 @@ def test_each_replica_is_told_what_to_start(replicas: list[Replica], monkeypatch
     for number, core in enumerate(replicas):
         (start,) = core.heard()
         assert isinstance(start, Start)
-        assert start.config == config.of_replica
+        assert start.config == config.of_replica(number)
         assert start.frontend == FrontendOptions(True, "none")
         assert (start.logits_processors, start.num_threads) == (("a.b:C",), 3)
         assert start.progress == (number == 0)

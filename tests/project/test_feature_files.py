@@ -37,6 +37,8 @@ FEATURES = {
         ("features.structured", "sampling.structured_outputs"),
     ),
     "sleep": (r"sleep(s|_mode|ing)?(?![a-z])(?! \()|wake_up", ("features.sleep",)),
+    "KV events": ("kv_?events?(?![a-z])", ("features.kv_events",)),
+    "KV offload": ("kv_offload|host_blocks", ("features.kv_offload",)),
     "weight updates": (r"weight_(update|version)|update_calls", ("features.weight_updates",)),
     "speculation": (
         r"draft|eagle|mtp|specul|aux_(hidden|layers)|reads_hidden|sharpness|model \. head(?![a-z_])",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from lagging_copies import LaggingCopies
 
 from compiled_engine.engine.messages import LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.features.structured.extras import NAME, masks_in
@@ -98,7 +99,7 @@ class FakeRunner:
     of a step at which a head has rested has no guesses later. num_snapshots: if
     not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
     step may have fewer guesses than others. border: the slots of a request that is admitted with more tokens hold other
-    values, and one with fewer computes no more.
+    values, and one with fewer computes no more. copies: those of KV offload.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class FakeRunner:
         *,
         adapts: bool = False,
         border: int | None = None,
+        copies: LaggingCopies | None = None,
     ) -> None:
         self.border = border
         self.num_snapshots, self.adapts = num_snapshots, adapts
@@ -132,6 +134,9 @@ class FakeRunner:
         self.wanted: dict[int, dict[str, bytes]] = {}  # the masks, by step and request
         # By step the slots that it wrote to, and what they held before.
         self.written: dict[int, dict[tuple[int, int], int | None]] = {}
+        self.copies = copies
+        if copies is not None:
+            copies.runner = self
         self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -236,6 +241,8 @@ class FakeRunner:
             # Without a row is who never had one, or lost it already; that is right only after a failure.
             assert self.rows.pop(request_id, None) or self.failed
         self.failed = False
+        if self.copies is not None:
+            self.copies.before(step)
         for new in step.new:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
+from lagging_copies import LaggingCopies
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
@@ -56,7 +57,8 @@ class SimulatedEngine:
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
     step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
-    DraftPlan.
+    DraftPlan. further: features besides those that the other arguments ask for.
+    copies: those of KV offload, for which requests wait while others overtake them.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class SimulatedEngine:
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
         draft_length: DraftLength | None = None,
+        further: Sequence[PlanFeature] = (),
+        copies: LaggingCopies | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
@@ -90,11 +94,13 @@ class SimulatedEngine:
             )
         if has_snapshots:
             features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
+        features += further
         self.scheduler = Scheduler(
             *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
             features=features,
         )
         self.max_new_tokens_per_step = max_new_tokens_per_step
+        self.copies = copies
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
@@ -109,6 +115,7 @@ class SimulatedEngine:
             yields=yields,
             num_snapshots=num_snapshots if has_snapshots else 0,
             adapts=draft_length is not None,
+            copies=copies,
         )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
@@ -179,7 +186,9 @@ class SimulatedEngine:
         self._take_masks()
         self.scheduler.check_integrity()
         if step is None:
-            assert self.in_flight or not self.live, "requests are left, but nothing is computed"
+            assert self.in_flight or not self.live or self.copies is not None, (
+                "requests are left, but nothing is computed"
+            )
             self._note_preemptions()
             return None
         assert step.request_ids
@@ -230,7 +239,7 @@ class SimulatedEngine:
         self.num_preemptions += len(preempted)
         running = [self.live[share.request_id].order for share in shares_of(step)]
         waiting = [self.live[request_id].order for request_id in self.waiting]
-        if new and waiting:
+        if new and waiting and self.copies is None:
             assert max(self.live[request_id].order for request_id in new) < min(waiting)
         if preempted:
             assert min(self.live[request_id].order for request_id in preempted) > max(running)
@@ -304,10 +313,17 @@ class SimulatedEngine:
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
         if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
+        if self.copies is not None:
+            steps_left *= 20  # copies take time
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1
             self.step()
+        if self.copies is not None:  # those of aborted requests end
+            lag, self.copies.lag = self.copies.lag, 0.0
+            for reconsiders in self.scheduler.hooks.reconsiders:
+                reconsiders()
+            self.copies.lag = lag
         self.check_idle()
         while self.in_flight:
             assert not self.finish_step(), "a step that nobody waits for has outputs"

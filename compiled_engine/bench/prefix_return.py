@@ -1,0 +1,81 @@
+"""Measure how soon a long prefix comes back after the KV cache has evicted it, and what other requests notice."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.bench.workloads import random_prompts, summary
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.llm import LLM
+from compiled_engine.process.progress import Progress
+from compiled_engine.sampling.params import SamplingParams
+
+CONTEXT = 64  # tokens of the prompts of decodes
+STEPS_ALONE = 32
+# The cases: the prefix is computed, found in the KV cache, and found outside it after other prompts have evicted it.
+COMPUTED, CACHED, RETURNED = "computed", "cached", "returned"
+
+
+def prefix_return(
+    llm: LLM, prefix_len: int, num_decodes: int, warm_up: int, repeats: int, progress: Progress
+) -> dict[str, Any]:
+    """Return figures in ms with median and spread, for each case, while `num_decodes` other requests decode.
+
+    `first_token` has the times from the arrival of a prompt of `prefix_len` tokens to its first token, and `others` the
+    mean times of a step meanwhile. `others_alone` is the time of a step without such a prompt. `loaded_blocks` and
+    `read_blocks` say how many blocks came from host memory, and how many of these from files.
+    """
+    generator, before = random.Random(llm.config.model.seed), llm.metrics()
+    samples = []
+    with progress.stage("measure", total=warm_up + repeats) as advance:
+        for number in range(warm_up + repeats):
+            samples.append(_sample(llm, generator, prefix_len, num_decodes, number))
+            advance(1)
+    samples, after = samples[warm_up:], llm.metrics()
+    times = {
+        name: {case: summary([sample[case][place] for sample in samples]) for case in (COMPUTED, CACHED, RETURNED)}
+        for place, name in enumerate(("first_token", "others"))
+    }
+    counts = {
+        f"{name}_blocks": after[f"kv_offload_{name}"] - before[f"kv_offload_{name}"] for name in ("loaded", "read")
+    }
+    return {**times, "others_alone": summary([sample["alone"][1] for sample in samples]), **counts}
+
+
+def _sample(
+    llm: LLM, generator: random.Random, prefix_len: int, num_decodes: int, number: int
+) -> dict[str, tuple[float, float]]:
+    (prefix,) = random_prompts(llm, generator, [prefix_len - 1])
+    with decodes(llm, generator, num_decodes, CONTEXT, llm.config.model.max_model_len - CONTEXT) as core:
+        begun = time.perf_counter()
+        for _ in range(STEPS_ALONE):
+            core.step()
+        found = {"alone": (0.0, (time.perf_counter() - begun) / STEPS_ALONE * 1e3)}
+        found[COMPUTED] = _first_token_ms(core, f"{number}.{COMPUTED}", [*prefix, 1])
+        found[CACHED] = _first_token_ms(core, f"{number}.{CACHED}", [*prefix, 2])
+        for other, prompt in enumerate(random_prompts(llm, generator, [prefix_len] * _num_evicting(llm, prefix_len))):
+            _first_token_ms(core, f"{number}.{other}", prompt)
+        found[RETURNED] = _first_token_ms(core, f"{number}.{RETURNED}", [*prefix, 3])
+    return found
+
+
+def _num_evicting(llm: LLM, prefix_len: int) -> int:
+    """Return the number of prompts that evict a prefix from the KV cache, and from host memory if there are files."""
+    cache = llm.config.cache
+    blocks = llm.metrics()["blocks_total"] + (cache.host_blocks if cache.block_files is not None else 0)
+    return -(-blocks * cache.block_size // prefix_len)
+
+
+def _first_token_ms(core: EngineCore, request_id: str, prompt: list[int]) -> tuple[float, float]:
+    """Return the time to a prompt's first token, and that of a step meanwhile, in ms."""
+    begun, num_steps, has_token = time.perf_counter(), 0, False
+    core.add(EngineRequest(request_id, tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0, seed=0)))
+    while not has_token:
+        num_steps += 1
+        has_token = any(output.request_id == request_id for output in core.step())
+    milliseconds = (time.perf_counter() - begun) * 1e3
+    return milliseconds, milliseconds / num_steps

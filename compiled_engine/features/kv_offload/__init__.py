@@ -1,0 +1,1 @@
+"""Keeps blocks that the KV cache evicts in host memory, from where later requests load them."""

@@ -1,0 +1,130 @@
+"""The planning part of the files of blocks: which blocks have files, and which of them are removed for others.
+
+Each model has a folder whose name is a digest of all that keys and values depend on, see resolve/host_blocks.py. In
+it, each replica has a numbered folder, which it locks while it runs, with a folder for each rank. The replicas of a
+later start take the same folders again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+
+from compiled_engine.features.kv_offload.block_files import PARTIAL
+
+LOCK = "lock"
+
+
+class FileIndex:
+    """The blocks with files, at most `limit`; the least recently used one is removed for another.
+
+    folder: of the model. most_bytes: for the files of all models together; those of models that are not running are
+    removed as far as needed, when the index is made.
+    """
+
+    def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int) -> None:
+        self._limit = limit
+        descriptor, self.folder = _lock_folder(folder)
+        self.close = weakref.finalize(self, os.close, descriptor)  # lets another replica have the folder
+        found = [_files_of(self.folder / str(rank)) for rank in range(num_ranks)]
+        # Each rank has a part of a block, so a block without one of them is useless.
+        known = set.intersection(*({*each} for each in found))
+        self._names = OrderedDict.fromkeys(sorted(known, key=lambda name: found[0][name][0]))
+        surplus = {self._names.popitem(last=False)[0] for _ in range(len(self._names) - limit)}
+        for files in found:
+            for name, (_, path) in files.items():
+                if name not in known or name in surplus:
+                    path.unlink(missing_ok=True)
+        _remove_others(folder, most_bytes)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def use(self, name: str) -> None:
+        """Make a block the most recently used one."""
+        self._names.move_to_end(name)
+
+    def add(self, name: str) -> list[str]:
+        """Note a block that gets files, and return those whose files must be removed."""
+        self._names[name] = None
+        return [self._names.popitem(last=False)[0] for _ in range(len(self._names) - self._limit)]
+
+    def drop(self, name: str) -> None:
+        """Forget a block whose files are not there."""
+        self._names.pop(name, None)
+
+
+def _lock_folder(folder: Path) -> tuple[int, Path]:
+    """Return the first numbered folder that no replica has locked, with the descriptor that holds the lock."""
+    number = 0
+    while True:
+        own = folder / str(number)
+        try:
+            own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = _lock(own)
+        except OSError as error:
+            raise ValueError(f"kv_offloading_folder cannot be used: {error}; allowed: a folder to write to") from error
+        if descriptor is not None:
+            return descriptor, own
+        number += 1
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder and return the lock's descriptor; None if another process has locked it."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _files_of(folder: Path) -> dict[str, tuple[float, Path]]:
+    """Return the time of the last use and the path of each block's file. Partial files are removed."""
+    found = {}
+    for path in folder.glob("*/*"):
+        if path.name.endswith(PARTIAL):
+            path.unlink(missing_ok=True)
+        else:
+            found[path.name] = path.stat().st_mtime, path
+    return found
+
+
+def _remove_others(folder: Path, most_bytes: int) -> None:
+    """Remove folders of other models, the longest unused first, until all models' files have at most `most_bytes`."""
+    found = {each: _size_and_last_use(each) for each in folder.parent.iterdir() if each.is_dir()}
+    surplus = sum(size for size, _ in found.values()) - most_bytes
+    for other in sorted(found.keys() - {folder}, key=lambda each: found[each][1]):
+        if surplus > 0 and _remove_unlocked(other):
+            surplus -= found[other][0]
+
+
+def _size_and_last_use(folder: Path) -> tuple[int, float]:
+    """Return the bytes of a folder's files, and the time of the last change or use of any. Files may come and go."""
+    size, last = 0, 0.0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            size, last = size + stat.st_size * path.is_file(), max(last, stat.st_mtime)
+    return size, last
+
+
+def _remove_unlocked(folder: Path) -> bool:
+    """Remove a model's folder unless a process has locked a part of it. Returns whether it was removed."""
+    locks = [_lock(each.parent) for each in folder.glob(f"*/{LOCK}")]
+    is_free = bool(locks) and None not in locks  # without a lock it is no folder of blocks
+    if is_free:
+        shutil.rmtree(folder, ignore_errors=True)
+    for descriptor in locks:
+        if descriptor is not None:
+            os.close(descriptor)
+    return is_free

@@ -1,0 +1,88 @@
+"""Resolve the host memory and the files for blocks of the prefix cache, or raise an error that says what is allowed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from compiled_engine.config import BlockFilesConfig, CacheConfig, EngineConfig, flat_fields, json_value
+from compiled_engine.engine.cache_memory import block_bytes
+from compiled_engine.options import EngineOptions
+from compiled_engine.schema import require_defaults
+
+GIB = 1 << 30
+NAMES = ("kv_offloading_size", "kv_offloading_folder", "kv_offloading_folder_size")
+# Below the user's folder. The number changes with the format of files, or what they mean.
+SUBFOLDER = "compiled_engine_blocks_1"
+# Fields of a model that say where it comes from; its files are part of the digest instead.
+_OF_ORIGIN = ("model.path", "model.hub_name", "model.revision", "model.merged_adapter", "model.max_model_len")
+
+
+def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheConfig:
+    """Return the configuration of the cache with the blocks that fit into kv_offloading_size and the folder.
+
+    The reason is added to config. Raises ValueError with the option, its value and what is allowed.
+    """
+    size = options.kv_offloading_size
+    if not size:
+        require_defaults(options, "no blocks are kept in host memory, from where files are written", *NAMES[1:])
+        return config.cache
+    if not config.cache.enable_prefix_caching:
+        require_defaults(options, "there is no prefix cache", *NAMES)
+    if config.further_models:
+        reason = "a model or a head drafts, whose KV cache stays on the device"
+        require_defaults(options, reason, *NAMES)
+    of_block = block_bytes(config) * config.parallel.tensor_parallel_size
+    free = psutil.virtual_memory().available
+    least, most = of_block / GIB, free / GIB
+    if not least <= size <= most:
+        raise ValueError(
+            f"kv_offloading_size is {size} GiB; allowed: from {least:.2g} GiB, a block, to the {most:.2f} GiB of host "
+            "memory that are free"
+        )
+    count = int(size * GIB / of_block)
+    config.reasons["cache.host_blocks"] = f"kv_offloading_size is {size} GiB, and a block has {of_block:,} bytes"
+    files = None
+    if options.kv_offloading_folder is not None:
+        most_bytes = int(options.kv_offloading_folder_size * GIB)
+        if most_bytes < of_block:
+            raise ValueError(
+                f"kv_offloading_folder_size is {options.kv_offloading_folder_size} GiB; "
+                f"allowed: at least {least:.2g} GiB, a block"
+            )
+        folder = Path(options.kv_offloading_folder).expanduser().resolve() / SUBFOLDER / digest_of_model(config)
+        replicas = config.parallel.data_parallel_size
+        files = BlockFilesConfig(folder, most_bytes // of_block, most_bytes * replicas)
+    return replace(config.cache, host_blocks=count, block_files=files)
+
+
+def digest_of_model(config: EngineConfig) -> str:
+    """Return a digest of all that keys and values depend on besides a prefix.
+
+    Names, sizes and times of the checkpoint's files stand for its weights. A link counts as the file that it leads to,
+    so that a checkpoint of the hub has the digest of its contents.
+    """
+    fields = flat_fields(replace(config, kv_events=None))
+    cache, parallel = config.cache, config.parallel
+    described = {
+        "model": {
+            name: json_value(value)
+            for name, value in fields.items()
+            if name.startswith("model.") and not name.startswith(_OF_ORIGIN)
+        },
+        "files": [_files_in(folder) for folder in (config.model.path, config.model.merged_adapter) if folder],
+        "layout": [cache.block_size, cache.kv_dtype, parallel.tensor_parallel_size, parallel.stage_layers],
+        "device": config.device.type,
+        "version": version("compiled-engine"),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _files_in(folder: Path) -> list[tuple[str, int, int]]:
+    paths = sorted(path.resolve() for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]

@@ -1,0 +1,195 @@
+"""An engine with host blocks yields the tokens of one without a prefix cache, on a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from adapter_folders import make_adapter
+from checkpoints import make_checkpoint
+
+from compiled_engine import LoRARequest
+from compiled_engine.llm import LLM
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+SIZE, NUM_BLOCKS = 16, 40
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "progress": False,
+    "skip_tokenizer_init": True,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "num_blocks": NUM_BLOCKS,
+    "block_size": SIZE,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+PREFIXES = [[(7 * start + 3 * place) % 90 + 5 for place in range(400)] for start in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "llama", max_position_embeddings=512)
+    return folder
+
+
+def outputs(llm: LLM) -> list[tuple[tuple[int, ...], list[float], int]]:
+    """Return tokens, their log-probabilities and the number of cached tokens, of prompts that evict one another."""
+    found = []
+    for turn in range(3):
+        for prefix in PREFIXES:
+            prompt = prefix + [9 + turn] * 5
+            (result,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS)
+            output = result.outputs[0]
+            assert output.logprobs is not None
+            values = [row[token].logprob for row, token in zip(output.logprobs, output.token_ids, strict=True)]
+            found.append((tuple(output.token_ids), values, result.num_cached_tokens or 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"kv_cache_dtype": "int8"}],
+    ids=["fp32", "int8"],
+)
+def test_tokens_are_those_of_an_engine_without_a_prefix_cache(folder: Path, extra: dict[str, Any]) -> None:
+    with LLM(folder, mode="eager", enable_prefix_caching=False, **OPTIONS, **extra) as llm:
+        plain = outputs(llm)
+    with LLM(folder, mode="eager", kv_offloading_size=0.01, **OPTIONS, **extra) as llm:
+        found, metrics = outputs(llm), llm.metrics()
+        host_blocks = llm.config.cache.host_blocks
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+    for (_, values, _), (_, expected, _) in zip(found, plain, strict=True):
+        assert values == pytest.approx(expected, abs=0.05 if "kv_cache_dtype" in extra else 1e-4)
+    assert [cached for _, _, cached in found] == [0] * 3 + [400] * 6, "a prefix was not found, or only in part"
+    assert metrics["kv_offload_loaded"] > 0
+    assert metrics["kv_offload_slots"] == host_blocks > 3 * 400 // SIZE
+    assert 0 < metrics["kv_offload_bytes"] <= 0.01 * (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("extra", "size"), [({}, 0.00026), ({"kv_cache_dtype": "int8"}, 0.000073)], ids=["fp32", "int8"]
+)
+def test_a_restart_finds_its_prefixes(folder: Path, extra: dict[str, Any], size: float, tmp_path: Path) -> None:
+    files: dict[str, Any] = {"kv_offloading_size": size, "kv_offloading_folder": tmp_path, **extra}
+    with LLM(folder, mode="eager", enable_prefix_caching=False, **OPTIONS, **extra) as llm:
+        plain = outputs(llm)
+    with LLM(folder, mode="eager", **OPTIONS, **files) as llm:
+        assert 400 // SIZE < llm.config.cache.host_blocks < 2 * 400 // SIZE, "there is room for one prefix"
+        found, metrics = outputs(llm), llm.metrics()
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+    assert metrics["kv_offload_written"] > 0
+    with LLM(folder, mode="eager", **OPTIONS, **files) as llm:
+        again, metrics = outputs(llm), llm.metrics()
+    assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in plain]
+    for (_, values, _), (_, expected, _) in zip(again, plain, strict=True):
+        assert values == pytest.approx(expected, abs=0.05 if extra else 1e-4)
+    assert min(cached for _, _, cached in again) >= 300
+    assert metrics["kv_offload_read"] > 0
+
+
+FEW: dict[str, dict[str, Any]] = {
+    "planned ahead": {"async_scheduling": True},
+    "two ranks": {"async_scheduling": True, "tensor_parallel_size": 2},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "two stages": {"mode": "compiled", "pipeline_parallel_size": 2},
+    "compiled": {"mode": "compiled"},
+}
+
+
+def crowd(llm: LLM, lora: LoRARequest | None) -> list[tuple[int, ...]]:
+    """Return the tokens of requests side by side, with prefixes, salts and an adapter in common."""
+    rng, found = random.Random(0), []
+    for _ in range(4):
+        prompts, adapters = [], []
+        for _ in range(10):
+            prefix, salt = rng.choice(PREFIXES)[: rng.choice([300, 200, 100])], rng.choice([{}, {"cache_salt": "a"}])
+            prompts.append({"prompt_token_ids": prefix + [rng.randrange(5, 90)] * rng.randrange(1, 20), **salt})
+            adapters.append(rng.choice([None, lora]))
+        outputs = llm.generate(prompts, PARAMS, lora_request=adapters, use_tqdm=False)
+        found += [tuple(output.outputs[0].token_ids) for output in outputs]
+    return found
+
+
+class Adapted(NamedTuple):
+    """A model, an adapter, and the tokens of an engine without a prefix cache, with the adapter and without it."""
+
+    model: Path
+    lora: LoRARequest
+    tokens: list[tuple[int, ...]]
+    plain_tokens: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    path = tmp_path_factory.mktemp("adapted")
+    shape: dict[str, Any] = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 134,
+    }
+    model = make_checkpoint(path / "base", "llama", max_position_embeddings=512, **shape)
+    lora = LoRARequest("code", 1, make_adapter(path / "code", model, size=2.0))
+    with LLM(path / "base", mode="eager", enable_prefix_caching=False, enable_lora=True, **OPTIONS) as llm:
+        return Adapted(path / "base", lora, crowd(llm, lora), crowd(llm, None))
+
+
+@pytest.mark.parametrize("way", [*FEW, *(pytest.param(way, marks=pytest.mark.product(one_in=1000)) for way in OTHERS)])
+def test_a_crowd_gets_its_tokens(adapted: Adapted, way: str, tmp_path: Path) -> None:
+    lora, expected = (None, adapted.plain_tokens) if way == "two stages" else (adapted.lora, adapted.tokens)
+    options = OPTIONS | {"mode": "eager", "enable_lora": lora is not None} | (FEW | OTHERS)[way]
+    files: dict[str, Any] = {"kv_offloading_size": 0.0006, "kv_offloading_folder": tmp_path}  # 78 blocks
+    with LLM(adapted.model, **options, **files) as llm:
+        assert crowd(llm, lora) == expected
+        first = llm.metrics()
+        assert crowd(llm, lora) == expected
+        metrics = llm.metrics()
+        assert metrics["kv_offload_read"] > first["kv_offload_read"]
+        assert metrics["kv_offload_loaded"] > metrics["kv_offload_read"] > 0
+        assert metrics["kv_offload_file_errors"] == 0
+        (salted,) = llm.generate([{"prompt_token_ids": PREFIXES[0], "cache_salt": "b"}], PARAMS, use_tqdm=False)
+        assert salted.num_cached_tokens == 0
+
+
+def test_files_are_those_of_a_model_and_a_layout(folder: Path, tmp_path: Path) -> None:
+    """Another checkpoint, dtype or block size finds none of them."""
+    other = tmp_path / "other"
+    make_checkpoint(other, "llama", max_position_embeddings=512, seed=1)
+    folders = set()
+    for model, changed in (
+        (folder, {}),
+        (folder, {"max_num_seqs": 2}),
+        (folder, {"block_size": 32}),
+        (folder, {"kv_cache_dtype": "int8"}),
+        (folder, {"dtype": "bfloat16"}),
+        (other, {}),
+    ):
+        given = OPTIONS | {"kv_offloading_size": 0.01, "kv_offloading_folder": tmp_path / "files"} | changed
+        del given["progress"]
+        config = resolve(EngineOptions(model, mode="eager", **given))
+        assert config.cache.block_files is not None
+        folders.add(config.cache.block_files.folder)
+    assert len(folders) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_prefix_caching": False}, "kv_offloading_size is 0.01, but there is no prefix cache"),
+        ({"kv_offloading_size": 1e-7}, "kv_offloading_size is 1e-07 GiB; allowed: from .* GiB, a block, to the"),
+        ({"kv_offloading_size": 1e6}, "kv_offloading_size is 1000000.0 GiB; allowed: from"),
+        ({"kv_offloading_size": 0, "kv_offloading_folder": "x"}, "kv_offloading_folder is .*, but no blocks are kept"),
+        ({"kv_offloading_folder": "x", "kv_offloading_folder_size": 1e-9}, "kv_offloading_folder_size is 1e-09 GiB; "),
+        ({"kv_offloading_size": -1}, "kv_offloading_size is -1; allowed: at least 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, mode="eager", **OPTIONS | {"kv_offloading_size": 0.01} | options)
