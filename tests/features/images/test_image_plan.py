@@ -357,6 +357,8 @@ def test_an_image_that_is_on_the_device_is_not_asked_for() -> None:
     asking.add("same prefix", [2, "a", 1])
     asking.add("other prefix", [3, "a", 1])
     assert asking.step() == (["one", "same prefix", "other prefix"], [])
+    counts = asking.scheduler.metrics()
+    assert (counts["prefix_queries"], counts["prefix_hits"]) == (7 + 8 + 9, 4)  # each once, of whole blocks
 
 
 def test_images_of_a_prompt_are_asked_for_together_and_those_of_others_within_a_bound() -> None:

@@ -461,3 +461,20 @@ def test_tensors_are_images_too(limited: LLM) -> None:
         for each in (image, torch.from_numpy(np.array(image)), np.asarray(image).transpose(2, 0, 1))
     ]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.product(one_in=2)
+@pytest.mark.parametrize("architecture", ["InternVLForConditionalGeneration", "Idefics3ForConditionalGeneration"])
+def test_images_of_several_tiles_are_answered_like_by_the_whole_model(architecture: str, tmp_path: Path) -> None:
+    """Their embeddings lie in several runs; steps cut them, and a second prompt finds a part of them cached."""
+    checkpoint = Checkpoint(tmp_path, architecture)
+    image, wide = picture(48, 48, 1), picture(90, 40, 2)
+    text = f"see {checkpoint.placeholder} and {checkpoint.placeholder}"
+    given = {text: [image, wide], f"{text} again": [image, wide], "no image": []}
+    with LLM(tmp_path, **ENGINE | {"max_model_len": 1024, "max_num_seqs": 1}) as llm:
+        outputs = llm.generate(
+            [{"prompt": each, "multi_modal_data": {"image": images}} for each, images in given.items()], GREEDY
+        )
+        assert outputs[1].num_cached_tokens
+        assert llm.metrics()["tower_images"] <= 3
+    assert [said(output) for output in outputs] == [checkpoint.answer(*each) for each in given.items()]
