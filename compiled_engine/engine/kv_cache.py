@@ -52,6 +52,7 @@ class KVCacheManager:
         # Prompt tokens that were looked up in the prefix cache, and found, when requests were first admitted.
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._is_first = True  # whether the last `admit` was its request's first
 
     @property
     def num_slots(self) -> int:
@@ -92,12 +93,22 @@ class KVCacheManager:
             request.num_slots = min(request.num_slots, group.slots_of(request))
             if self.enable_prefix_caching:
                 request.next_block_end = min(request.next_block_end, num_cached + group.block_size)
+        self._is_first = request.num_cached_tokens is None
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             if reads_prefix:
                 self.prefix_queries += request.num_prompt_tokens
                 self.prefix_hits += request.num_cached_tokens
         return True
+
+    def cancel(self, request: Request) -> None:
+        """Undo the last `admit`, which was that of this request."""
+        if self._is_first:
+            if self.enable_prefix_caching and not request.computes_every_token:
+                self.prefix_queries -= request.num_prompt_tokens
+                self.prefix_hits -= request.num_cached_tokens or 0
+            request.num_cached_tokens = None
+        self.free(request)
 
     def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Give a running request the blocks that it lacks for `num_tokens` more tokens. Returns their ids by KV group.

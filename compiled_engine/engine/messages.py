@@ -140,6 +140,9 @@ class RequestLimits:
             )
 
 
+ASKS = "asks"  # in the extras of an output, see EngineOutput.asks
+
+
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     """Core to API: what one step added to a request."""
 
@@ -153,10 +156,16 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int | None = None
     # When the request was first scheduled, in seconds of time.perf_counter; sent like num_cached_tokens.
     scheduled_time: float | None = None
-    extras: dict[str, Any] = {}  # features' plain data, by feature name
-    # Keys of data of the request that the core lacks, and that control calls must give it. Such an output has nothing
-    # else.
-    asks: tuple[str, ...] = ()
+    extras: dict[str, Any] = {}  # features' plain data, by feature name; ASKS
+
+    @property
+    def asks(self) -> Sequence[str]:
+        """Keys of data of the request that the core lacks, and that control calls must give it.
+
+        An output that asks has nothing else.
+        """
+        keys: Sequence[str] = self.extras.get(ASKS, ())
+        return keys
 
 
 @dataclass(frozen=True)

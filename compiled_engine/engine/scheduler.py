@@ -294,7 +294,7 @@ class Scheduler:
             for limit_share in self.hooks.limit_share:
                 num_tokens = limit_share(request, num_tokens)
             if not num_tokens:
-                self._kv_cache.free(request)
+                self._kv_cache.cancel(request)
                 waiting.skip()
                 continue
             self._requests.start(request)

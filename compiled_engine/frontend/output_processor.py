@@ -159,7 +159,7 @@ class Asked(NamedTuple):
     give: Give
     request_id: str  # of the prompt
     engine_request_id: str
-    keys: tuple[str, ...]
+    keys: Sequence[str]
 
 
 class OutputProcessor:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.engine.messages import ASKS, ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position, rows_in
 from compiled_engine.options import EngineOptions
 from compiled_engine.processes import replica, replicas
@@ -344,7 +344,7 @@ def test_an_order_for_a_request_goes_where_the_request_is() -> None:
     engine, order = make(cores), ControlCall("give_pixels", {"key": "k"})
     engine.add(EngineRequest("a", (5, 6), SamplingParams(max_tokens=2)))
     first, other = sorted(cores, key=lambda core: not core.connection.wait_readable(0))
-    asks = EngineOutput("a", (), asks=("k",))
+    asks = EngineOutput("a", (), extras={ASKS: ["k"]})
     first.say(Stepped(StepOutputs(others=[asks])))
     assert list(engine.step()) == [asks]
     engine.tell(order, ["a", "of no request"])

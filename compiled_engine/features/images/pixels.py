@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from compiled_engine.engine.messages import ControlCall, EngineOutput
+from compiled_engine.engine.messages import ASKS, ControlCall, EngineOutput
 from compiled_engine.features.images.extras import PlainTensor
 
 GIVE = "give_pixels"  # the control call with a part
@@ -84,7 +84,7 @@ class PixelStore:
         if not self._new:
             return []
         new, self._new = self._new, {}
-        return [EngineOutput(request_id, (), asks=tuple(keys)) for request_id, keys in new.items()]
+        return [EngineOutput(request_id, (), extras={ASKS: keys}) for request_id, keys in new.items()]
 
     def has(self, key: str) -> bool:
         """Return whether all pixels of an image have come."""

@@ -211,7 +211,7 @@ def test_parameters_that_images_rule_out_are_refused_before_anything_runs(tmp_pa
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=-1)
 
     async def ask() -> None:
-        engine = AsyncLLM(tmp_path, **ENGINE, max_logprobs=-1)
+        engine = AsyncLLM(tmp_path, **ENGINE, core="in_process", max_logprobs=-1)
         try:
             outputs = engine.generate(prompt, params)
             with pytest.raises(ValueError, match="prompt_logprobs is -1, for which a step computes few tokens"):
@@ -236,7 +236,7 @@ def test_images_beyond_the_longest_prompt_are_not_processed(qwen: Checkpoint) ->
 
 def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
     async def ask() -> None:
-        engine = AsyncLLM(qwen.folder, **ENGINE)
+        engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process")
         try:
             prompt = {"prompt": qwen.placeholder, "multi_modal_data": {"image": picture(24, 24)}}
             most, held = engine.image_bytes(1)
@@ -255,20 +255,13 @@ def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
     asyncio.run(ask())
 
 
-def test_replicas_are_given_images_that_are_processed_again(qwen: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
-    images = [picture(24, 24, seed) for seed in range(4)]
-    prompts = [{"prompt": "<|image_pad|>", "multi_modal_data": {"image": image}} for image in images]
-    with LLM(qwen.folder, **ENGINE, data_parallel_size=2, mm_processor_cache_gb=0) as llm:
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert [said(output) for output in outputs] == [qwen.answer("<|image_pad|>", [image]) for image in images]
-
-
+@pytest.mark.product(one_in=3)
+@pytest.mark.parametrize("has_loop", [True, False], ids=["AsyncLLM", "LLM"])
 @pytest.mark.parametrize(
     "options", [{"mm_processor_cache_gb": 0}, {"data_parallel_size": 2}], ids=["processed again", "replicas"]
 )
-def test_images_in_many_parts_reach_a_core_in_another_process(
-    qwen: Checkpoint, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_images_in_many_parts_reach_the_core(
+    qwen: Checkpoint, options: dict[str, Any], has_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pixels of all completions come once, in messages that are smaller than an image.
 
@@ -278,11 +271,11 @@ def test_images_in_many_parts_reach_a_core_in_another_process(
         monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
     monkeypatch.setattr("compiled_engine.features.images.pixels.MOST_BYTES", 1000)
     monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 8000)
-    prompts = {f"{seed} <|image_pad|>": picture(56, 56, seed) for seed in range(3)}
+    images = {f"{seed} <|image_pad|>": picture(56, 56, seed) for seed in range(3)}
+    prompts: list[Any] = [{"prompt": text, "multi_modal_data": {"image": image}} for text, image in images.items()]
     params = SamplingParams(top_k=1, max_tokens=5, ignore_eos=True, n=3)
 
-    async def ask(engine: AsyncLLM, text: str) -> RequestOutput:
-        prompt = {"prompt": text, "multi_modal_data": {"image": prompts[text]}}
+    async def ask(engine: AsyncLLM, prompt: Any) -> RequestOutput:
         async for output in engine.generate(prompt, params, output="final"):
             return output
         raise AssertionError
@@ -290,12 +283,17 @@ def test_images_in_many_parts_reach_a_core_in_another_process(
     async def ask_all() -> list[RequestOutput]:
         engine = AsyncLLM(qwen.folder, **ENGINE | {"max_num_seqs": 2}, **options)
         try:
-            return await asyncio.gather(*(ask(engine, text) for text in prompts))
+            return await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
         finally:
             await engine.shutdown()
 
-    for text, output in zip(prompts, asyncio.run(ask_all()), strict=True):
-        ids, expected = qwen.answer(text, [prompts[text]])
+    if has_loop:
+        outputs = asyncio.run(ask_all())
+    else:
+        with LLM(qwen.folder, **ENGINE | {"max_num_seqs": 2}, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+    for (text, image), output in zip(images.items(), outputs, strict=True):
+        ids, expected = qwen.answer(text, [image])
         assert list(output.prompt_token_ids) == ids
         assert [list(each.token_ids) for each in output.outputs] == [expected] * 3
 
@@ -463,3 +461,20 @@ def test_tensors_are_images_too(limited: LLM) -> None:
         for each in (image, torch.from_numpy(np.array(image)), np.asarray(image).transpose(2, 0, 1))
     ]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.product(one_in=2)
+@pytest.mark.parametrize("architecture", ["InternVLForConditionalGeneration", "Idefics3ForConditionalGeneration"])
+def test_images_of_several_tiles_are_answered_like_by_the_whole_model(architecture: str, tmp_path: Path) -> None:
+    """Their embeddings lie in several runs; steps cut them, and a second prompt finds a part of them cached."""
+    checkpoint = Checkpoint(tmp_path, architecture)
+    image, wide = picture(48, 48, 1), picture(90, 40, 2)
+    text = f"see {checkpoint.placeholder} and {checkpoint.placeholder}"
+    given = {text: [image, wide], f"{text} again": [image, wide], "no image": []}
+    with LLM(tmp_path, **ENGINE | {"max_model_len": 1024, "max_num_seqs": 1}) as llm:
+        outputs = llm.generate(
+            [{"prompt": each, "multi_modal_data": {"image": images}} for each, images in given.items()], GREEDY
+        )
+        assert outputs[1].num_cached_tokens
+        assert llm.metrics()["tower_images"] <= 3
+    assert [said(output) for output in outputs] == [checkpoint.answer(*each) for each in given.items()]
