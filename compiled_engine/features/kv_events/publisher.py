@@ -39,7 +39,7 @@ class Publisher:
         self._next = 0
         self._closing = False
         self.num_batches = self.num_events = self.num_dropped = 0
-        context = zmq.Context.instance()  # inproc endpoints need the process's own
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()  # inproc endpoints need the process's own
         self._pub, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         try:
             self._pub.set_hwm(config.hwm)
