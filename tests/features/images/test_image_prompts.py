@@ -6,6 +6,7 @@ import asyncio
 import base64
 import copy
 import gc
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from image_engines import WITH_PROCESSOR as ENGINE
 from image_engines import Oracle
 from image_folders import PLACEHOLDERS, TEXT_TEMPLATE, as_file, picture, write_processor
 
-from compiled_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
+from compiled_engine import LLM, AsyncLLM, LoRARequest, SamplingParams, StructuredOutputs
 from compiled_engine.features.images.frontend.worker import load_processor
 from compiled_engine.frontend.outputs import RequestOutput
 
@@ -452,6 +453,15 @@ def test_processed_images_are_forgotten_on_request(limited: LLM, qwen: Checkpoin
         assert llm.metrics()["mm_cache_bytes"] == 0
     limited.generate(prompt, GREEDY)
     assert limited.metrics()["mm_cache_bytes"] == 0
+
+
+def test_a_grammar_and_an_image_belong_to_one_request(limited: LLM) -> None:
+    """The request is held back while its grammar is compiled, and asks for pixels afterwards."""
+    prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(24, 24, 77)}}
+    form = StructuredOutputs(regex="[ab]{4}")
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
+    (output,) = limited.generate(prompt, params)
+    assert re.fullmatch("[ab]{4}", output.outputs[0].text)
 
 
 def test_tensors_are_images_too(limited: LLM) -> None:
