@@ -188,8 +188,9 @@ class EngineCore:
             self._drain()
             raise
         self._scheduler.check_idle()
-        apart = self._take_apart()
-        return replace(outputs, others=[*outputs.others, *apart]) if apart else outputs
+        if not self._ended_apart and not self._hooks.take_asks:
+            return outputs
+        return replace(outputs, others=[*outputs.others, *self._take_apart()])
 
     def _begin_late(self) -> None:
         """Start computing the newest step's late inputs, if all tokens before it are known."""

@@ -266,7 +266,8 @@ class Scheduler:
                 builder.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
             self._schedule_tokens(builder, request, num_tokens, bound)
-        self._requests.preempt(outgrown)
+        if outgrown:
+            self._requests.preempt(outgrown)
         return budget
 
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:

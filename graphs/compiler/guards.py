@@ -50,7 +50,7 @@ _RULES = (
     ),
     (
         "code",
-        r"G\[.*|.*__builtins.*|.*__import_.*",
+        r"G\[.*|.*__builtins.*|.*__import_.*|(dict\()?type\(L\['model'\].*",
         r"\w+",
         "our source and the versions of torch and Python are factors of the cache key",
     ),

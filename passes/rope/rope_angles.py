@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
@@ -20,6 +19,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import (
+    always_equal,
     arg,
     aten,
     emit,
@@ -192,7 +192,7 @@ def _are_frequencies(value: fx.Node, positions: fx.Node) -> bool:
         return False
     if is_parameter(value):
         return bool(frequencies.dim() == 1)
-    return bool(frequencies.dim() == 2) and statically_known_true(frequencies.shape[0] == num_tokens)
+    return bool(frequencies.dim() == 2) and always_equal(frequencies.shape[0], num_tokens)
 
 
 def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:

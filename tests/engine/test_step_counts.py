@@ -49,7 +49,7 @@ MOST_CALLS_MORE = 2
 # them read the layers' inputs of a model that is not compiled.
 MOST_CALLS_AT_REST = 31
 # Of ENGINE, for each text more that is embedded, from its check to its result.
-MOST_CALLS_A_TEXT = 69
+MOST_CALLS_A_TEXT = 70
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:

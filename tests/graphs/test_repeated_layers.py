@@ -201,7 +201,7 @@ def count_layers_and_caches(model: Any) -> None:
 
     class Model(LlamaModel):
         def forward(self, *arguments: Any) -> torch.Tensor:
-            return super().forward(*arguments) / len(self.layers) / len(arguments[-1])
+            return super().forward(*arguments) / len(self.layers) / len(arguments[3])
 
     model.model.__class__ = Model
 

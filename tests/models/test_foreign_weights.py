@@ -158,15 +158,6 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     assert len(greedy(folder)) == 5
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
-def test_angles_that_depend_on_the_length_are_refused(rope: dict[str, Any], tmp_path: Path) -> None:
-    if rope["rope_type"] == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 1.0}
-    folder = changed("olmo2", tmp_path, {}, rope_parameters=rope | {"rope_theta": 10_000.0})
-    with pytest.raises(ValueError, match=f"depend on a request's length .rope_type is '{rope['rope_type']}'"):
-        greedy(folder)
-
-
 def packed_experts(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Random blocks and scales of weights [E, R, C]."""
     generator = torch.Generator().manual_seed(0)

@@ -83,7 +83,9 @@ class EagerImages:
         """Return cos and sin of positions in three dimensions, in the shape and dtype of the module's output."""
         if self._deltas_T3 is None:
             return None
-        positions_T = arguments[-1].flatten()[: len(self._deltas_T3)]  # transformers has equal positions three times
+        # After the hidden states in transformers' models, which have equal positions three times.
+        positions = next(each for each in arguments if not each.is_floating_point())
+        positions_T = positions.flatten()[: len(self._deltas_T3)]
         inv_freq_p, cos = angles._buffers["inv_freq"], output[0]
         assert inv_freq_p is not None
         images = self._images
