@@ -132,8 +132,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    # Files that are skipped as a whole have reports of another kind.
+    reports = [each for each in terminalreporter.stats.get("skipped", []) if isinstance(each, pytest.TestReport)]
     for marker, reason in SKIPPED.items():
-        skipped = [report for report in terminalreporter.stats.get("skipped", []) if marker in report.keywords]
+        skipped = [report for report in reports if marker in report.keywords]
         if reason and skipped:
             terminalreporter.write_line(f"{len(skipped)} {marker} tests skipped: {reason}", yellow=True)
 
