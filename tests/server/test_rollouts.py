@@ -225,7 +225,7 @@ def test_requests_get_their_tokens_when_a_pause_ends_them(trainer: Trainer, expe
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         running_ = pool.submit(trainer.try_post, "/v1/completions", body)
-        while trainer.get("/load")["server_load"] == 0:
+        while not running_.done() and trainer.get("/load")["server_load"] == 0:
             pass
         trainer.post("/pause", mode="abort")
         choice = running_.result().raise_for_status().json()["choices"][0]
