@@ -19,7 +19,7 @@ def main() -> None:
       "specialization"}, with the specialization as Triton passes it to its jit_cache_hook.
     - An answer is {"seconds": s} or {"error": text}.
     """
-    run_workers(_prepare, needs_cuda=True)
+    run_workers(_prepare)
 
 
 def _prepare(order: dict[str, Any]) -> Work:

@@ -23,13 +23,13 @@ Answer = Callable[[dict[str, Any]], None]
 Work = Callable[[Messages, Answer], None]
 
 
-def run_workers(prepare: Callable[[dict[str, Any]], Work], *, needs_cuda: bool = False) -> None:
+def run_workers(prepare: Callable[[dict[str, Any]], Work], *, uses_cuda: bool = True) -> None:
     """Prepare, fork the workers, and end this process with them. Returns only if stdin is closed without a message.
 
     prepare: gets the message that `WorkerPool.begin` sent, imports the modules that the work needs, and returns the
         work. The work is a function that every worker runs: it gets an iterator of messages, and a function that sends
         an answer. A fork must be possible after `prepare`: it may start no threads and run no user code.
-    needs_cuda: the work calls CUDA. `prepare` must then not use CUDA, not even to ask whether it is available: CUDA
+    uses_cuda: the work may call CUDA. `prepare` must then not use CUDA, not even to ask whether it is available: CUDA
         would not work in the forked workers, and each of them would end with RuntimeError.
 
     The program's arguments are file descriptors: for each worker, a socket that carries JSON lines both ways. All
@@ -44,7 +44,7 @@ def run_workers(prepare: Callable[[dict[str, Any]], Work], *, needs_cuda: bool =
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, _exit)
     try:
-        _fork(workers, [int(number) for number in sys.argv[1:]], work, needs_cuda)
+        _fork(workers, [int(number) for number in sys.argv[1:]], work, uses_cuda)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while os.read(0, 1 << 16):
             pass
@@ -65,7 +65,7 @@ def _exit(number: int, frame: object) -> None:
     raise SystemExit
 
 
-def _fork(workers: list[int], descriptors: list[int], work: Work, needs_cuda: bool) -> None:
+def _fork(workers: list[int], descriptors: list[int], work: Work, uses_cuda: bool) -> None:
     """Fork a worker for each descriptor, and append its process id to `workers`. In a worker, never returns.
 
     The first worker leads the workers' process group. The group's id stays valid until that worker is waited for, at
@@ -87,7 +87,7 @@ def _fork(workers: list[int], descriptors: list[int], work: Work, needs_cuda: bo
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for other in descriptors:
                 os.close(other)
-            if needs_cuda:
+            if uses_cuda:
                 _require_cuda()
             _run(descriptor, work)
         except BaseException:

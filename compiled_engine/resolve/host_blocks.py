@@ -30,7 +30,8 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
     """
     size = options.kv_offloading_size
     if not size:
-        require_defaults(options, "no blocks are kept in host memory, from where files are written", *NAMES[1:])
+        reason = "without kv_offloading_size there are no blocks in host memory, from where files are written"
+        require_defaults(options, reason, *NAMES[1:])
         return config.cache
     if not config.cache.enable_prefix_caching:
         require_defaults(options, "there is no prefix cache", *NAMES)

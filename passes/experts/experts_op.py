@@ -56,7 +56,7 @@ def grouped_tiles(
     if num_tokens <= FEW_TOKENS:
         if hidden_size % 128 or width % 128:
             return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
-        if coded:
+        if coded:  # for which larger tiles were not measured
             return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
         return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=8, num_stages=3)
     if num_tokens <= SOME_TOKENS:

@@ -240,13 +240,13 @@ from compiled_engine.process.worker_program import run_workers
 
 def main():
     torch.cuda._is_in_bad_fork = lambda: True
-    run_workers(lambda order: lambda messages, answer: [answer({"done": True}) for _ in messages], needs_cuda=NEEDED)
+    run_workers(lambda order: lambda messages, answer: [answer({"done": True}) for _ in messages])
 """
 
 
 def test_a_worker_that_cannot_use_cuda_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "cannot_use_cuda.py").write_text(CANNOT_USE_CUDA.replace("NEEDED", "True"))
+    (tmp_path / "cannot_use_cuda.py").write_text(CANNOT_USE_CUDA)
     processes = WorkerProcesses("cannot_use_cuda", 1)
     processes.begin({})
     with pytest.raises(WorkerEnded, match="worker 0 did not start: RuntimeError: CUDA cannot be used in this worker"):
@@ -257,7 +257,7 @@ def test_a_worker_that_cannot_use_cuda_says_so(tmp_path: Path, monkeypatch: pyte
 def test_work_without_cuda_runs_where_an_import_asked_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers' image processors do when they are loaded."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "needs_no_cuda.py").write_text(CANNOT_USE_CUDA.replace("NEEDED", "False"))
+    (tmp_path / "needs_no_cuda.py").write_text(CANNOT_USE_CUDA.replace("messages])", "messages], uses_cuda=False)"))
     processes = WorkerProcesses("needs_no_cuda", 1)
     processes.begin({})
     assert processes.workers[0].ask({}) == {"done": True}

@@ -41,7 +41,7 @@ def main() -> None:
     elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault,
     and "unusable": true if no image can be processed. A message {} asks for the latter alone.
     """
-    run_workers(_prepare)
+    run_workers(_prepare, uses_cuda=False)
 
 
 def _prepare(order: dict[str, Any]) -> Work:
