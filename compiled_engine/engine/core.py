@@ -206,7 +206,7 @@ class EngineCore:
         self.clock.lap("late")
 
     def _add_ready(self) -> None:
-        """Queue held-back requests that are ready. Keep the outputs of failed ones for `_take_ended_apart`."""
+        """Queue held-back requests that are ready. Keep the outputs of failed ones for `_take_apart`."""
         assert self._hooks.take_ready is not None
         busy = self._submitted or self._ended_apart or self._scheduler.has_unfinished()
         ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)
