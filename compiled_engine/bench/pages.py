@@ -150,7 +150,7 @@ def render_ablation(result: Mapping[str, Any]) -> str:
         result,
         command="compiled-engine bench ablation",
         subtitle=subtitle_of(result),
-        whole=whole_name(records),
+        whole=whole_name(result),
         plots=pictures(result),
         headings=headings,
         bounds=bounds,

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from compiled_engine.bench.results import LATENCIES, has_figures
+from compiled_engine.bench.results import LATENCIES, WHOLE, has_figures
 
 DOTS_PER_INCH = 160
 WIDTH_INCHES = 9.0
@@ -105,14 +105,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 WITHOUT = " without "
 
 
-def whole_name(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the last variant without disabled passes or quantised weights, as the whole engine's name.
-
-    Returns None if there is none.
-    """
-    plain = [record for record in records if "quantization" not in record.get("options", ())]
-    names = [record["name"] for record in plain if WITHOUT not in record["name"]]
-    return names[-1] if names else None
+def whole_name(result: Mapping[str, Any]) -> str:
+    """Return the name of the variant with all parts of the engine on the result's device."""
+    return WHOLE["cuda" if "gpu" in result["machine"] else "cpu"]
 
 
 def subtitle_of(result: Mapping[str, Any]) -> str:
@@ -143,7 +138,7 @@ ROW_INCHES, PANEL_INCHES, TITLE_INCHES = 0.34, 0.8, 0.6
 
 def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batch: str, theme: Theme) -> Figure:
     """Draw a panel of bars for the parts of the engine, and one with its own scale for the engine without each pass."""
-    whole = whole_name(result["variants"])
+    whole = whole_name(result)
     parts = [record for record in records if WITHOUT not in record["name"]]
     without = [record for record in records if WITHOUT in record["name"]]
     compared = [record for record in parts if record["name"] == whole] + without if without else []
@@ -162,7 +157,7 @@ def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], b
 
 
 def _bar_panel(
-    axes: Axes, records: Sequence[Mapping[str, Any]], batch: str, bound: float, whole: str | None, theme: Theme
+    axes: Axes, records: Sequence[Mapping[str, Any]], batch: str, bound: float, whole: str, theme: Theme
 ) -> None:
     """Draw a bar for each variant with its spread and figure, and the bound as a line."""
     for row, record in enumerate(records):
@@ -219,7 +214,7 @@ def draw_lines(
     axes = figure.add_axes((0.075, 0.115, 0.585, 0.735))
     xs = [int(batch) for batch in batches]
     bound = [result["bound"]["step_ms"][batch] for batch in batches]
-    whole = whole_name(records)
+    whole = whole_name(result)
     main = [record for record in records if WITHOUT not in record["name"]]
     shade = dict(zip([r["name"] for r in main if r["name"] != whole], theme.lines, strict=False))
     ends: list[tuple[float, str, str, bool]] = [(bound[-1], "bound", theme.bound, False)]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from compiled_engine.config import EngineConfig
 
+# Name of an ablation's variant with all parts of the engine, by device type.
+WHOLE = {"cuda": "compiled + full", "cpu": "compiled"}
+
 
 def read_json(name: str, path: Path) -> Any:
     """Read a JSON file. name: the option, for errors. Raises ValueError if the file is missing or invalid."""

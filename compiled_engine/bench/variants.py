@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_engine.bench.results import WHOLE
 from compiled_engine.config import EngineConfig
 from compiled_engine.kv_format import AUTO, CODED
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
@@ -162,9 +163,7 @@ def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[
 
 def whole_engine(device_type: str) -> Variant:
     """Return the variant with all parts of the engine."""
-    if device_type == "cuda":
-        return Variant("compiled + full", {"mode": "graphed"})
-    return Variant("compiled", {"mode": "compiled"})
+    return Variant(WHOLE[device_type], {"mode": "graphed" if device_type == "cuda" else "compiled"})
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:

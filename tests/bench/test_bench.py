@@ -119,6 +119,13 @@ def test_sequence_parallelism_goes_with_the_passes_that_it_needs() -> None:
         resolve(EngineOptions(device="cpu", **chosen_ones | {"disable_passes": disabled}))
 
 
+@pytest.mark.parametrize(("device", "machine"), [("cpu", {}), ("cuda", {"gpu": "X"})])
+def test_plots_mark_the_variant_with_all_parts(device: str, machine: dict[str, str]) -> None:
+    whole = whole_name({"machine": machine})
+    marked = [variant.options for variant in variants(device, ["silu_mul"]) if variant.name == whole]
+    assert marked == [{"mode": "graphed" if machine else "compiled"}]
+
+
 def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
     found = variants("cpu", ["silu_mul"])
     assert [variant.name for variant in found] == ["eager", "compiled", "compiled without silu_mul"]
@@ -132,7 +139,6 @@ def test_quantised_linears_are_variants_if_they_are_named(tmp_path: Path) -> Non
     options = [variant.engine_options(plan.shared).get("quantization") for variant in plan.variants]
     assert options == [None, "fp8", "fp8_block", "int4"]
     assert QUANTISED_NOTE in plan.notes
-    assert whole_name([{"name": variant.name, "options": variant.options} for variant in plan.variants]) == "compiled"
     assert not any("quantization" in variant.options for variant in make_plan({}, None, Asked()).variants)
     make_checkpoint(tmp_path / "plain", "llama")
     write_quantised(tmp_path / "plain", tmp_path, LAYOUTS["fp8, block"], ["lm_head"])
@@ -150,7 +156,6 @@ def test_each_pass_alone_is_all_the_others_left_out() -> None:
         "compiled without all passes": ["merge_linears", "rms_norm", "silu_mul"],
         "compiled without all passes but silu_mul": ["merge_linears", "rms_norm"],
     }
-    assert whole_name([{"name": name} for name in disabled]) == "compiled"
     plan = make_plan({}, None, Asked(quick=True, alone=True))
     enabled = plan.config.compile.passes
     only = dict(plan.variants[-1].options)["disable_passes"]
