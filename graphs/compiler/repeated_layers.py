@@ -30,11 +30,11 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
     layers that should be equal are not.
     """
     segments = _segments(graph, layers)
-    if segments is None or not _hands_on_to_the_next_alone(segments):
+    missing = {layers.classes[n] for before, behind in layers.gaps() for n in range(before + 1, behind)}
+    if segments is None or not _hands_on_to_the_next_alone(segments, missing, layers):
         return False
     taken = _taken(segments)
     given = _given(segments, taken, layers)
-    missing = {layers.classes[n] for before, behind in layers.gaps() for n in range(before + 1, behind)}
     if given is None or not all(_equal_in_class(layer_class, segments, taken, layers) for layer_class in missing):
         return False
     for before, behind in layers.gaps():
@@ -65,9 +65,15 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
     return segments if all(segments.values()) else None
 
 
-def _hands_on_to_the_next_alone(segments: Segments) -> bool:
+def _hands_on_to_the_next_alone(segments: Segments, missing: set[LayerClass], layers: TracedLayers) -> bool:
+    """Return whether each layer's results are read by the layer itself and the next one alone.
+
+    Between layers of which no copy is made, any results may be read: a vision tower's result contains those of some of
+    its layers.
+    """
+    single = {node for number, own in segments.items() if layers.classes[number] not in missing for node in own}
     return all(
-        user in allowed
+        user in allowed or (node in single and user in single)
         for own, following in pairwise(segments.values())
         for allowed in [{*own, *following}]
         for node in own

@@ -46,7 +46,7 @@ class TracedLayers:
 
     stack: nn.ModuleList
     path: str
-    classes: tuple[LayerClass, ...]  # of all layers
+    classes: tuple[LayerClass, ...]  # of all layers that are used
     numbers: tuple[int, ...]  # traced layers
     in_tuple: bool = False  # layers return a tuple
 
@@ -61,7 +61,7 @@ class TracedLayers:
                 self.stack.only = None
             return
         every = list(self.stack)
-        for number in set(range(len(every))) - set(self.numbers):
+        for number in set(range(len(self.classes))) - set(self.numbers):
             self.stack[number] = _Identity(self.in_tuple)
         try:
             yield
@@ -116,7 +116,7 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
 
     Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
     a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed
-    (models/foreign/observation.py).
+    (models/foreign/observation.py). Layers at the end of the stack that have no signature are not used.
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
     foreign = str(getattr(model, "layers_path", ""))
@@ -128,11 +128,11 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
     if _shares(stack):
         return None
     signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
-    kinds = _kinds(stack, signatures, beside=("layer_idx",) if foreign else ())
+    kinds = _kinds(stack[: len(signatures)], signatures, beside=("layer_idx",) if foreign else ())
     classes = tuple(map(LayerClass, kinds, [*kinds[1:], None]))
     numbers = _chosen(classes)
     in_tuple = bool(foreign and model.layers_in_tuple)
-    return TracedLayers(stack, path, classes, numbers, in_tuple) if len(numbers) < len(stack) else None
+    return TracedLayers(stack, path, classes, numbers, in_tuple) if len(numbers) < len(classes) else None
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:

@@ -126,17 +126,19 @@ class VisionTower(nn.Module):
 
     layers_in_tuple = False
 
-    def __init__(self, model: Any, description: VisionDescription, layers: nn.ModuleList | None) -> None:
+    def __init__(self, model: Any, description: VisionDescription, layers: nn.ModuleList, read: Sequence[int]) -> None:
         """Make a tower of the modules of `model`.
 
-        layers: the tower's layers, if each reads the previous one's result and only the last result is used; otherwise
-        None.
+        layers: the tower's layers, each of which reads the previous one's result. read: numbers of the layers whose
+        results the tower reads as well; those after the last of them are not used.
         """
         super().__init__()
         self.model, self.description = model, description
         self.borders = Borders()
-        self.layers_path = next((path for path, module in self.named_modules() if module is layers), "")
-        self.layer_signatures = [0] * description.num_layers
+        self.layers_path = next(path for path, module in self.named_modules() if module is layers)
+        # The last layer differs as well if earlier results are read, since its ops are followed by theirs.
+        apart = read if len(read) > 1 else ()
+        self.layer_signatures = [number + 1 if number in apart else 0 for number in range(max(read, default=0) + 1)]
         for module in model.modules():
             if hasattr(module, "is_causal"):
                 module.borders, module.in_windows = self.borders, False
@@ -153,7 +155,8 @@ class GridTower(VisionTower):
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         visual = model.visual
-        super().__init__(model, description, None if description.levels else visual.blocks)
+        levels = visual.deepstack_visual_indexes if description.levels else ()
+        super().__init__(model, description, visual.blocks, [*levels, len(visual.blocks) - 1])
         visual.patch_embed.__class__ = _mixed(LinearPatches, type(visual.patch_embed))
         for number, block in enumerate(visual.blocks):
             block.attn.in_windows = bool(description.window_size) and number not in visual.fullatt_block_indexes
@@ -193,9 +196,10 @@ class TileTower(VisionTower):
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         encoder = getattr(model, "vision_tower", None) or model.vision_model
+        chosen = getattr(model.config, "vision_feature_layer", -1)
         layers = stack_of(encoder)
-        is_last = getattr(model.config, "vision_feature_layer", -1) in (-1, len(layers))
-        super().__init__(model, description, layers if is_last else None)
+        read = [index - 1 for index in indices_of([chosen] if isinstance(chosen, int) else chosen, layers) if index]
+        super().__init__(model, description, layers, read)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 module.__class__ = _mixed(LinearTiles, type(module))
@@ -277,11 +281,16 @@ def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) 
         states_NPD = tower.pre_layrnorm(states_NPD)
     stack = stack_of(tower)
     unmasked = {"attention_mask": None} if hasattr(tower.encoder, "layers") else {}
-    wanted = [layer % (len(stack) + 1) for layer in layers]
+    wanted = indices_of(layers, stack)
     found = [states_NPD.flatten(0, 1).unsqueeze(0)]
     for layer in stack[: max(wanted)]:
         found.append(layer(found[-1], **unmasked))
     return [found[layer] for layer in wanted]
+
+
+def indices_of(layers: Sequence[int], stack: nn.ModuleList) -> list[int]:
+    """Return indices in transformers' list of hidden states, of which negative ones count from its end, as positive."""
+    return [layer % (len(stack) + 1) for layer in layers]
 
 
 def stack_of(tower: Any) -> nn.ModuleList:

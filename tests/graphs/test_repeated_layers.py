@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_config
 from torch import fx, nn
+from vision_models import vision_config
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler import trace as trace_module
 from compiled_engine.graphs.compiler.build import apply_passes
-from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
+from compiled_engine.graphs.compiler.signature import FORWARD, callables_of, compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
@@ -22,7 +24,11 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layers import LayerStack
 from compiled_engine.models.textbook.llama import LlamaModel
+from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.models.vision.tower_config import tower_config
+from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.graph_inputs import source_of
+from compiled_engine.resolve.engine import resolve
 
 FULL, WINDOW = None, 8
 
@@ -332,3 +338,43 @@ def test_the_model_applies_all_its_layers_after_a_failure() -> None:
 def test_there_is_a_cache_for_each_layer() -> None:
     with pytest.raises(ValueError, match="there are 2 KV caches for 3 layers"):
         LayerStack([nn.Identity()] * 3)(*[torch.zeros(1)] * 4, [torch.zeros(1)] * 2)
+
+
+def computed(traced: TracedGraph) -> list[Any]:
+    """The graph's ops in order, whatever the order of the graph's inputs."""
+    place: dict[fx.Node, Any] = {}
+    for node in traced.module.graph.nodes:
+        place[node] = source_of(node) if node.op == "placeholder" else len(place)
+    calls = [node for node in place if node.op != "placeholder"]
+    first = place[calls[0]]
+    where = {node: at - first if isinstance(at, int) else at for node, at in place.items()}
+    return [(str(node.target), fx.map_arg((node.args, node.kwargs), where.get)) for node in calls]
+
+
+# Architecture of a tower, its fields, and which of its layers are traced.
+TOWERS = [
+    ("Qwen3VLForConditionalGeneration", {"depth": 8, "deepstack_visual_indexes": [3]}, (0, 1, 2, 3, 6, 7)),
+    ("LlavaForConditionalGeneration", {"num_hidden_layers": 6}, (0, 1, 4)),  # reads the last layer but one
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "numbers"), TOWERS)
+def test_few_layers_are_traced_where_results_of_some_are_read(
+    architecture: str,
+    fields: dict[str, Any],
+    numbers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    config_json = vision_config(architecture, tower=fields)
+    (tmp_path / "config.json").write_text(config_json)
+    engine = resolve(EngineOptions(model=str(tmp_path), load_format="dummy", device="cpu"))
+    description = describe_vision(config_json)
+    assert description is not None
+    config = tower_config(engine, description, config_json, 1200)
+    signature = callables_of(config)[FORWARD]
+    few = trace(model_of(config), signature)
+    assert f"the layers {list(numbers)}" in few.dynamo_graph
+    monkeypatch.setattr(trace_module, "traced_layers", lambda model: None)
+    every = trace(model_of(config), signature)
+    assert computed(few) == computed(every)
