@@ -311,12 +311,17 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
-@pytest.mark.parametrize("which", OTHERS)
-def test_other_models_and_two_ranks(which: str, mode: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    # Compiled, one runs the paths of each. Eager, that one spends its time on the import of transformers by a rank.
-    if (which == BOTH) != (mode == "compiled") and not pytestconfig.getoption("--all"):
-        pytest.skip("its paths are those of others: --all")
+# Eager, two ranks spend their time on the import of transformers.
+APART = pytest.mark.shown_by(
+    "passes/test_adapters_pass.py::test_a_ranks_share_is_adapted_before_the_sum",
+    "passes/test_adapters_pass.py::test_every_linear_is_adapted",
+    "engine/test_adapters.py::test_a_batch_of_adapters_and_none",
+)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("compiled", marks=APART), "eager"])
+@pytest.mark.parametrize("which", [pytest.param(name, marks=APART) if name == BOTH else name for name in OTHERS])
+def test_other_models_and_two_ranks(which: str, mode: str, tmp_path: Path) -> None:
     family, options, shape = OTHERS[which]
     model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=1, **shape)
     targets = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj") if family == "phi3" else LINEARS

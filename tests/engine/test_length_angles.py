@@ -145,7 +145,6 @@ def test_tokens_are_those_of_transformers(mode: str, oracle: Any, folder: Path, 
     "more",
     [
         {"async_scheduling": True},
-        {"tensor_parallel_size": 2},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
         {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}, "async_scheduling": True},
@@ -155,11 +154,18 @@ def test_tokens_are_those_of_transformers(mode: str, oracle: Any, folder: Path, 
 def test_other_ways_to_run_give_the_same_tokens(
     more: dict[str, Any], oracle: Any, folder: Path, options: dict[str, Any], draft_folder: Path
 ) -> None:
-    """A step before the results of the last one, two ranks, and drafts across the border."""
+    """A step before the results of the last one, and drafts across the border."""
     prompts = prompts_of(oracle.config.vocab_size)
     if (drafts := more.get("speculative_config", {})).get("method") == "draft_model":
         more = {**more, "speculative_config": drafts | {"model": str(draft_folder)}}
     with LLM(folder, mode="eager", **options | more) as llm:
+        check(oracle, prompts, generated(llm, prompts))
+
+
+@pytest.mark.parametrize("kind", ["longrope"], indirect=True)
+def test_two_ranks_give_the_same_tokens(oracle: Any, folder: Path, options: dict[str, Any]) -> None:
+    prompts = prompts_of(oracle.config.vocab_size)
+    with LLM(folder, mode="eager", **options, tensor_parallel_size=2) as llm:
         check(oracle, prompts, generated(llm, prompts))
 
 

@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from adapter_folders import LINEARS, make_adapter
-from adapter_folders import OPTIONS as ADAPTERS
 from checkpoints import make_checkpoint
 from packed_checkpoints import PACKINGS, Packing, write_packed
-from safetensors.torch import load_file, save_file
-from test_quantised_engine import IDS, ODD, ONE_LAYER, OPTIONS, PROMPTS, compare
-
-from compiled_engine import LLM, LoRARequest, SamplingParams
+from test_quantised_engine import IDS, ODD, ONE_LAYER, PROMPTS, compare
 
 IGNORED = ["lm_head", "model.layers.2.mlp.down_proj"]
 COMPILED = "gptq, reordered"
@@ -75,59 +69,3 @@ def test_ranks_have_parts_of_groups(packing: Packing, num_ranks: int, tmp_path: 
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head"])
     ranks: dict[str, Any] = {"tensor_parallel_size": num_ranks, "strict_passes": packing is not REORDERED}
     compare(tmp_path / "packed", oracle, IDS, exact=True, compile_ranges=(), **ranks)
-
-
-@pytest.mark.shown_by("passes/test_parameter.py::test_orders_of_columns_that_differ_cannot_be_merged")
-def test_orders_of_columns_that_differ_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    """k's columns are reordered otherwise than q's and v's."""
-    make_checkpoint(tmp_path / "plain", "llama", **SIZES | ONE_LAYER | {"tie_word_embeddings": False})
-    oracle: Any = write_packed(tmp_path / "plain", tmp_path / "packed", REORDERED, ["lm_head"])
-    module = oracle.model.layers[0].self_attn.k_proj
-    path = tmp_path / "packed" / "model.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.0.self_attn.k_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"the orders of the columns of .*k_proj.* differ"):
-        LLM(tmp_path / "packed", **OPTIONS, compile_ranges=(), skip_tokenizer_init=True)
-    module.weight.copy_(unpacked_gptq(tensors, "model.layers.0.self_attn.k_proj"))
-    apart: dict[str, Any] = {"disable_passes": ("merge_linears",), "strict_passes": False, "compile_ranges": ()}
-    compare(tmp_path / "packed", oracle, IDS, exact=True, **apart)
-
-
-def unpacked_gptq(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The values [N, K] of a linear in GPTQ's first format."""
-    words, zeros, scales, groups = (tensors[f"{module}.{kind}"] for kind in ("qweight", "qzeros", "scales", "g_idx"))
-    K, N = 8 * len(words), words.shape[1]
-    values_NK = torch.zeros(N, K)
-    for k in range(K):
-        group = int(groups[k])
-        for n in range(N):
-            code = int(words[k // 8, n]) >> 4 * (k % 8) & 15
-            zero = (int(zeros[group, n // 8]) >> 4 * (n % 8) & 15) + 1
-            values_NK[n, k] = (code - zero) * float(scales[group, n])
-    return values_NK
-
-
-@pytest.mark.shown_by(
-    "passes/test_parameter.py::test_packed_codes_have_the_shape_and_shard_of_their_weight",
-    "engine/test_adapters_beside.py::test_with_codes_a_request_is_near_its_merged_model",
-)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_adapters_beside_packed_weights(num_ranks: int, tmp_path: Path) -> None:
-    """An adapter adds to the linears of the decoded model, whatever the order of their columns."""
-    sizes = ODD | {"hidden_size": 216, "num_hidden_layers": 2, "tie_word_embeddings": True, "vocab_size": 136}
-    model = make_checkpoint(tmp_path / "plain", "qwen3", **sizes)
-    oracle: Any = write_packed(tmp_path / "plain", tmp_path / "packed", REORDERED, ["lm_head"])
-    oracle.save_pretrained(tmp_path / "decoded")
-    make_adapter(tmp_path / "adapter", model, 8, targets=LINEARS)
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-    found = []
-    for folder in ("packed", "decoded"):
-        options = ADAPTERS | {"compile_ranges": (), "tensor_parallel_size": num_ranks, "skip_tokenizer_init": True}
-        with LLM(tmp_path / folder, **options) as llm:
-            requests: list[Any] = [None, *(LoRARequest("own", 1, tmp_path / "adapter") for _ in IDS[1:])]
-            prompts = [{"prompt_token_ids": ids} for ids in IDS]
-            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
-        found.append([list(each.outputs[0].token_ids) for each in outputs])
-    assert found[0] == found[1]

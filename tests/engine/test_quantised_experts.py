@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from quantised_checkpoints import LAYOUTS, Layout, compressed, load_all, write_quantised
 from safetensors.torch import save_file
-from test_quantised_engine import IDS, compare, generated
-from typer.testing import CliRunner
+from test_quantised_engine import IDS, compare
 
-from compiled_engine.cli.app import app
 from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
 from compiled_engine.quantisation import Rounding
 
@@ -118,18 +115,3 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
     )
     online = {"quantization": quantization, "quantization_ignore": ALL_BUT_EXPERTS}
     compare(tmp_path / "plain", oracle, IDS, exact=True, verify_passes=True, **online)
-
-
-@pytest.mark.shown_by(
-    "engine/test_quantised_experts.py::test_experts_are_quantised_while_they_are_loaded",
-    "engine/test_quantised_engine.py::test_a_written_folder_computes_what_loading_quantises",
-    "models/test_quantise_experts_folder.py::test_each_matrix_of_an_expert_has_codes_and_scales",
-)
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int4"])
-def test_a_written_folder_has_the_codes_that_loading_makes(quantization: str, tmp_path: Path) -> None:
-    sizes = MOE | {"moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes, dtype=torch.bfloat16)
-    command = ["quantise", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--scheme", quantization]
-    assert CliRunner().invoke(app, command).exit_code == 0
-    made, read = generated(tmp_path / "plain", quantization=quantization), generated(tmp_path / "fp8")
-    assert made == read

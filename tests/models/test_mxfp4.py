@@ -1,4 +1,4 @@
-"""Tensors of experts in MXFP4 that contradict each other are refused in one line."""
+"""Experts in MXFP4: parts of them are decoded, and tensors that contradict each other are refused in one line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from mxfp4_checkpoint import decoded
 
+from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.weight_formats import read_weights
+from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.quantisation import Quantisation
 from compiled_engine.quantisation_names import MXFP4
 
@@ -56,3 +59,22 @@ def test_what_contradicts_itself_is_one_line(change: Callable[[Tensors], None], 
     with pytest.raises(ValueError, match="the tensors in folder do not fit quantization_config: ") as caught:
         read_weights(tensors, RULES, Path("folder"))
     assert str(caught.value).endswith(expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shares_that_end_inside_of_blocks_are_decoded(num_ranks: int, transposed: bool) -> None:
+    """Each rank of four has 24 of 96 columns; rows are divided as well."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    blocks = torch.randint(256, (2, 8, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (2, 8, 3), generator=generator, dtype=torch.uint8)
+    expected_EKR = decoded(blocks, scales)
+    rows, columns = 8 // num_ranks, 96 // num_ranks
+    for rank in range(num_ranks):
+        of_rows, of_columns = (rank * rows, (rank + 1) * rows), (rank * columns, (rank + 1) * columns)
+        wanted = expected_EKR[:, slice(*of_columns), slice(*of_rows)].mT
+        taken = (0, 2), of_rows, of_columns
+        wanted = wanted.mT if transposed else wanted
+        target = torch.full_like(wanted.contiguous(), torch.nan)
+        decode_mxfp4(Placement(BLOCKS, taken, NAME, taken, transposed), (blocks, scales), target)
+        assert torch.equal(target, wanted)

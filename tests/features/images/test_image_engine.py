@@ -37,9 +37,9 @@ def prompts_of(oracle: Oracle) -> dict[str, Prompt]:
     }
 
 
-@pytest.mark.product(one_in=2, each=("oracle",))
+# Compiled towers: models/vision/test_tower.py. Graphs of text that take embeddings: passes/test_image_passes.py.
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.product(one_in=1000))])
 def test_tokens_are_those_of_the_whole_model(oracle: Oracle, mode: str) -> None:
     """Together, with long prompts cut into chunks within an image."""
     prompts = prompts_of(oracle)

@@ -80,8 +80,14 @@ def test_eager_embeddings_are_those_of_transformers(architecture: str, folders: 
     assert tower.embed(tower.largest()).shape[1] == tower.description.row_size
 
 
-@pytest.mark.product(one_in=3)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# With windows, and with matches of most passes.
+COMPILED = "Qwen2_5_VLForConditionalGeneration"
+OTHERS = pytest.mark.product(one_in=1000)
+
+
+@pytest.mark.parametrize(
+    "architecture", [name if name == COMPILED else pytest.param(name, marks=OTHERS) for name in ARCHITECTURES]
+)
 def test_one_compiled_graph_serves_all_sizes(architecture: str, folders: Callable[[str], Any]) -> None:
     folder, whole = folders(architecture)
     tower = make_tower(folder, "compiled")
@@ -192,7 +198,7 @@ def test_the_start_runs_as_many_tiles_as_a_step_may_have(folders: Callable[[str]
 
 
 def test_options_of_the_text_model_have_no_effect(folders: Callable[[str], Any]) -> None:
-    folder, whole = folders("InternVLForConditionalGeneration")
+    folder, whole = folders(COMPILED)
     plain = make_tower(folder, "compiled").config
     for options in ({"kv_cache_dtype": "fp8_e4m3"}, {"enable_lora": True}, {"quantization": "fp8"}):
         tower = make_tower(folder, "compiled", **options)
