@@ -29,7 +29,7 @@ from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
 from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
 from compiled_engine.recurrence.op import VALUES
-from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
+from compiled_engine.recurrence.states import CONV_STATE, MATRIX_STATE
 
 # Arithmetic on a parameter alone moves to weight loading: Gemma's 1 + weight, a weight in another dtype.
 #
@@ -128,10 +128,10 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of states of convolutions and delta rules, without a delta rule's tensors for drafts."""
+        """Return the number of states of convolutions and of matrices, without the tensors for drafts."""
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
-        return sum(name.rpartition(".")[2] in (CONV_STATE, RULE_STATE) for name in kept)
+        return sum(name.rpartition(".")[2] in (CONV_STATE, MATRIX_STATE) for name in kept)
 
     def run(self, graph: fx.Graph) -> PassResult:
         matches: Counter[str] = Counter()

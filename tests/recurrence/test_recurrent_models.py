@@ -16,7 +16,10 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
-FAMILIES = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+FAMILIES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
+)
 PROMPTS = [[7, 8, 9], list(range(20, 65)), [3], list(range(90, 107)), [5, 5, 5, 5]]
 SMALL: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 80, "dtype": "float32"}
 
