@@ -48,7 +48,7 @@ def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) 
 
 
 # Of Nemotron-H-8B, and with states as large as those of Falcon-H1.
-@pytest.mark.parametrize(("chunk", "state_size", "drafts"), [(1, 256, 0), (1, 128, 3), (32, 128, 0), (16, 256, 0)])
+@pytest.mark.parametrize(("chunk", "state_size", "drafts"), [(1, 128, 3), (32, 128, 0), (16, 256, 0)])
 def test_the_kernel_of_state_space_models_compiles_for_hopper(chunk: int, state_size: int, drafts: int) -> None:
     tiles = {"TILE_V": 32} if chunk == 1 else {"TILE_V": 64}
     constants: dict[str, Any] = {"H": 128, "GROUP": 16, "K": state_size, "V": 64, "LEAST": 0.0, "MOST": None}
