@@ -136,8 +136,9 @@ def _states(config: ModelConfig) -> list[RowState]:
 def _flops_of(state: RowState) -> int:
     """Return the multiplications and additions that a token takes in the recurrence with this state.
 
-    A state [D, W - 1] is a convolution's, which multiplies W weights per channel. Any other state is a delta rule's,
-    which multiplies each matrix with the key and the query, and updates it.
+    A state [D, W - 1] is a convolution's, which multiplies W weights per channel. Any other state is counted as a delta
+    rule's, which multiplies each matrix with the key and the query, and updates it. Mamba 2 does not multiply by keys;
+    its third less is below a hundredth of a layer's products.
     """
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])

@@ -1,4 +1,4 @@
-"""Computes arguments of kernel launches (grid sizes, options, registers), and checks the strides that kernels require.
+"""Computes arguments of kernel launches (grid sizes, options, registers), and checks or mends strides.
 
 Does not import Triton, since passes choose launches on machines without it.
 """
@@ -53,6 +53,11 @@ def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP
     return min(MOST_COMPUTING, (each * warps - copying * WARPS) // (WARPS * groups) // REGISTER_STEP * REGISTER_STEP)
+
+
+def with_dense_items(x_T: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a contiguous copy if the elements of an item, along dimension 0, have gaps in memory."""
+    return x_T if x_T[0].is_contiguous() else x_T.contiguous()
 
 
 def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:

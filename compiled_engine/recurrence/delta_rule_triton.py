@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, with_dense_items
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.recurrence.delta_rule import EPS, Drafted
+from compiled_engine.recurrence.delta_rule import EPS
+from compiled_engine.recurrence.matrix_states import Drafted
 from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -196,11 +197,6 @@ def delta_rule_kernel(
             tl.store(out_ptrs_v, tl.zeros([TILE_V], out_ptr.dtype.element_ty), mask=in_v)
 
 
-def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a contiguous copy if the elements of a token are not consecutive in memory."""
-    return x_T if x_T[0].is_contiguous() else x_T.contiguous()
-
-
 def apply_rule_triton(
     q_TGk: torch.Tensor,
     k_TGk: torch.Tensor,
@@ -217,7 +213,7 @@ def apply_rule_triton(
 
     Writes out_THv, and updates state_SHkv and `drafted`. All of these are contiguous.
     """
-    q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
+    q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(with_dense_items, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
     each_alone = num_tokens == num_rows  # decodes have one token per row

@@ -1,4 +1,6 @@
-"""Custom ops for recurrences: short convolutions and gated delta rules. They update each request's state in place.
+"""Custom ops for recurrences: short convolutions, gated delta rules and scans of state space models.
+
+They update each request's state in place.
 
 The ops mutate their arguments, so the graph is split at them. As for attention (compiled_engine/attention/op.py), a
 trace of transformers' code calls functional stand-ins, which the pass `recurrences` replaces by the mutating ops.
@@ -14,8 +16,10 @@ import torch
 
 from compiled_engine.attention.op import call_directly
 from compiled_engine.recurrence.convolution import convolve_reference
-from compiled_engine.recurrence.delta_rule import Drafted, apply_rule_reference
+from compiled_engine.recurrence.delta_rule import apply_rule_reference
+from compiled_engine.recurrence.matrix_states import Drafted
 from compiled_engine.recurrence.sequences import Sequences
+from compiled_engine.recurrence.state_space import scan_reference
 
 _SEQUENCES = ", ".join(f"Tensor {name}" for name in Sequences._fields)
 
@@ -64,13 +68,10 @@ def apply_rule(
 
     H / G consecutive value heads share each query and key head. Queries are divided by the square root of
     their head size. normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S
-    rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see delta_rule.py, also for the letters),
-    updated in place; None in an engine without drafts. sequences: the fields of Sequences.
+    rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see matrix_states.py, also for the
+    letters), updated in place; None in an engine without drafts. sequences: the fields of Sequences.
     """
-    drafted = None
-    if drafts_SHNw is not None:
-        assert lengths_SHv is not None
-        drafted = Drafted(drafts_SHNw, lengths_SHv)
+    drafted = _drafted(drafts_SHNw, lengths_SHv)
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
     else:
@@ -78,8 +79,46 @@ def apply_rule(
     run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, drafted, out_THv, Sequences(*sequences))
 
 
+def scan(
+    x_THv: torch.Tensor,
+    dt_TH: torch.Tensor,
+    A_H: torch.Tensor,
+    B_TGk: torch.Tensor,
+    C_TGk: torch.Tensor,
+    D_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    least_dt: float,
+    most_dt: float | None,
+    state_SHkv: torch.Tensor,
+    drafts_SHNw: torch.Tensor | None,
+    lengths_SHv: torch.Tensor | None,
+    out_THv: torch.Tensor,
+    *sequences: torch.Tensor,
+) -> None:
+    """Scan tokens as Mamba 2 does, see state_space.py, and write the results to `out_THv`; padding tokens get zeros.
+
+    H / G consecutive heads share B and C. The step sizes are softplus(dt + dt_bias), not below least_dt and not above
+    most_dt, which may be None; the softplus, the state and the result are computed in fp32. Other arguments: those of
+    `apply_rule`.
+    """
+    drafted = _drafted(drafts_SHNw, lengths_SHv)
+    if x_THv.device.type == "cpu":
+        run = scan_reference
+    else:
+        from compiled_engine.recurrence.state_space_triton import scan_triton as run  # Triton is optional
+    operands = x_THv, dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H, least_dt, most_dt
+    run(*operands, state_SHkv, drafted, out_THv, Sequences(*sequences))
+
+
+def _drafted(drafts_SHNw: torch.Tensor | None, lengths_SHv: torch.Tensor | None) -> Drafted | None:
+    if drafts_SHNw is None:
+        return None
+    assert lengths_SHv is not None
+    return Drafted(drafts_SHNw, lengths_SHv)
+
+
 def _returns_nothing(*arguments: object) -> None:
-    """Implement both ops for fake tensors: do nothing, since the ops return nothing."""
+    """Implement the ops for fake tensors: do nothing, since the ops return nothing."""
 
 
 def _never_executed(*arguments: object) -> NoReturn:
@@ -118,29 +157,43 @@ conv_state_op = _define(
     out="out_TD",
     like=0,
 )
+_MATRIX_STATES = "Tensor(a!) state_SHkv, Tensor(b!)? drafts_SHNw, Tensor(c!)? lengths_SHv"
 delta_rule_op = _define(
     "delta_rule",
     apply_rule,
     "Tensor q_TGk, Tensor k_TGk, Tensor v_THv, Tensor g_TH, Tensor beta_TH, bool normalises",
-    states="Tensor(a!) state_SHkv, Tensor(b!)? drafts_SHNw, Tensor(c!)? lengths_SHv",
+    states=_MATRIX_STATES,
     out="out_THv",
     like=2,
+)
+state_space_op = _define(
+    "state_space",
+    scan,
+    "Tensor x_THv, Tensor dt_TH, Tensor A_H, Tensor B_TGk, Tensor C_TGk, Tensor D_H, Tensor dt_bias_H, "
+    "float least_dt, float? most_dt",
+    states=_MATRIX_STATES,
+    out="out_THv",
+    like=0,
 )
 
 CONV_STATE = torch.ops.compiled_engine.conv_state.default
 CONV_STATE_VALUE = torch.ops.compiled_engine.conv_state_value.default
 DELTA_RULE = torch.ops.compiled_engine.delta_rule.default
 DELTA_RULE_VALUE = torch.ops.compiled_engine.delta_rule_value.default
+STATE_SPACE = torch.ops.compiled_engine.state_space.default
+STATE_SPACE_VALUE = torch.ops.compiled_engine.state_space_value.default
 # Functions by op name, which the compiled forward calls directly, without torch's dispatcher.
 RECURRENCE_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::conv_state": convolve,
     "compiled_engine::delta_rule": apply_rule,
+    "compiled_engine::state_space": scan,
 }
 call_directly(RECURRENCE_OPS)
 # For each functional stand-in: the op, the name of the op's result, and of the argument with the same shape.
 VALUES = {
     CONV_STATE_VALUE: (CONV_STATE, "out_TD", "x_TD"),
     DELTA_RULE_VALUE: (DELTA_RULE, "out_THv", "v_THv"),
+    STATE_SPACE_VALUE: (STATE_SPACE, "out_THv", "x_THv"),
 }
 
 
@@ -179,4 +232,28 @@ def delta_rule_or_value(
         return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)
     out_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)
     torch.ops.compiled_engine.delta_rule(*operands, out_THv, *sequences)
+    return out_THv
+
+
+def state_space_or_value(
+    x_THv: torch.Tensor,
+    dt_TH: torch.Tensor,
+    A_H: torch.Tensor,
+    B_TGk: torch.Tensor,
+    C_TGk: torch.Tensor,
+    D_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    least_dt: float,
+    most_dt: float | None,
+    state_SHkv: torch.Tensor,
+    drafted: Drafted | None,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """Run `scan` and return its result [T, H, v]. In a trace, call its functional stand-in instead."""
+    states = (state_SHkv, None, None) if drafted is None else (state_SHkv, *drafted)
+    operands = x_THv, dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H, least_dt, most_dt, *states
+    if torch.compiler.is_compiling():
+        return torch.ops.compiled_engine.state_space_value(*operands, *sequences)
+    out_THv = torch.empty_like(x_THv, memory_format=torch.contiguous_format)
+    torch.ops.compiled_engine.state_space(*operands, out_THv, *sequences)
     return out_THv

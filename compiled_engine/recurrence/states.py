@@ -6,10 +6,11 @@ step must begin with the state after the last right one. No state is copied for 
 - A convolution's state has its last inputs, each in the slot of its position modulo the number of slots. With another
   slot for each draft, the inputs before each token of the step stay there. The inputs of wrong drafts are overwritten
   before they are read, since the next step begins at their positions.
-- A delta rule's state is large, so it advances only by tokens that are certain. A step first applies the right drafts
-  of the previous step, then the newest token, and stores the state. It computes the drafts from there without storing
-  their states. It keeps an update for each draft (a key, a value and a decay, small beside a state) in the slot of the
-  draft's position. The next step applies the updates from the end of the state to its own first token.
+- The matrix states of delta rules and state space models are large, so they advance only by tokens that are certain. A
+  step first applies the right drafts of the previous step, then the newest token, and stores the state. It computes the
+  drafts from there without storing their states. It keeps an update for each draft (a key, a value and a decay, small
+  beside a state) in the slot of the draft's position. The next step applies the updates from the end of the state to
+  its own first token.
 
 The host takes no part. Tokens that are sampled again change only the position at which the next step begins. A
 snapshot is a copy of a row behind tokens of a prompt, so it needs no updates of drafts.
@@ -23,15 +24,15 @@ from dataclasses import replace
 from compiled_engine.config import RowState
 
 # Names of the module buffers that hold the states.
-CONV_STATE, RULE_STATE = "conv_state", "rule_state"
-# Names of those that a delta rule has in addition in an engine with drafts.
-RULE_DRAFTS, RULE_LENGTHS = "rule_drafts", "rule_lengths"
+CONV_STATE, MATRIX_STATE = "conv_state", "matrix_state"
+# Names of those that a matrix state has beside it in an engine with drafts.
+MATRIX_DRAFTS, MATRIX_LENGTHS = "matrix_drafts", "matrix_lengths"
 
 
 def with_drafts(states: Iterable[RowState], num_drafts: int) -> tuple[RowState, ...]:
     """Return the state tensors of an engine in which a step has up to `num_drafts` drafts for a request.
 
-    Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a delta rule.
+    Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a matrix state.
     """
     return tuple(kept for state in states for kept in _with_drafts(state, num_drafts))
 
@@ -48,8 +49,8 @@ def _with_drafts(state: RowState, num_drafts: int) -> Iterator[RowState]:
         # The step before has num_drafts positions before the newest token, and this step as many after it. All of them
         # must have different slots.
         shape = num_heads, 2 * num_drafts + 1, key + value + 1
-        yield RowState(f"{owner}.{RULE_DRAFTS}", shape, "float32", in_snapshots=False)
-        yield RowState(f"{owner}.{RULE_LENGTHS}", (num_heads, value), "int32")
+        yield RowState(f"{owner}.{MATRIX_DRAFTS}", shape, "float32", in_snapshots=False)
+        yield RowState(f"{owner}.{MATRIX_LENGTHS}", (num_heads, value), "int32")
 
 
 def without_drafts(states: Iterable[RowState], num_drafts: int) -> list[RowState]:
@@ -60,6 +61,6 @@ def without_drafts(states: Iterable[RowState], num_drafts: int) -> list[RowState
         if kind == CONV_STATE:
             num_channels, num_slots = state.shape
             found.append(replace(state, shape=(num_channels, num_slots - num_drafts)))
-        elif kind == RULE_STATE:
+        elif kind == MATRIX_STATE:
             found.append(state)
     return found

@@ -55,14 +55,15 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
 def fill_buffers(model: PreTrainedModel) -> None:
     """Give buffers that were created on the meta device their values, on the CPU.
 
-    transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies.
+    transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies, and
+    of a model the multipliers within its layers (Falcon H1).
     """
-    for module in model.modules():
-        if not module._buffers:
-            continue
+    having = [module for module in model.modules() if any(True for _ in module.buffers())]
+    for module in having:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for module in having:
         with torch.no_grad():
             model._init_weights(module)
 

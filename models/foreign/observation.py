@@ -24,7 +24,7 @@ from compiled_engine.models.foreign.recurrence import (
     has_recurrent_family,
     recurrent_modules,
 )
-from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
+from compiled_engine.recurrence.states import CONV_STATE, MATRIX_STATE
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
@@ -42,6 +42,8 @@ _WITHOUT_EFFECT = (
     ),
 )
 _POSITIONS = 1 << 20  # masks are evaluated up to this position
+# Types of layers, as configurations state them, that compute each token by itself.
+_BY_TOKEN = ("mlp", "moe")
 
 
 class UnsupportedModelError(ValueError):
@@ -223,8 +225,27 @@ class _Recurrences:
     ) -> tuple[torch.Tensor, None]:
         if g.shape != value.shape[:-1]:
             raise UnsupportedModelError("its delta rule decays the parts of a key differently")
-        self._add(RULE_STATE, (value.shape[2], key.shape[3], value.shape[3]), torch.float32, others)
+        self._add(MATRIX_STATE, (value.shape[2], key.shape[3], value.shape[3]), torch.float32, others)
         return torch.empty_like(value), None
+
+    def scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor,
+        dt_bias: torch.Tensor,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+        **others: Any,
+    ) -> torch.Tensor:
+        if not dt_softplus:
+            raise UnsupportedModelError("its state space models have step sizes without a softplus")
+        self._add(MATRIX_STATE, (hidden_states.shape[2], B.shape[3], hidden_states.shape[3]), torch.float32, others)
+        return torch.empty_like(hidden_states)
 
     def _add(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any]) -> None:
         strange = [name for name, given in others.items() if given and name not in _WITHOUT_EFFECT]
@@ -266,6 +287,9 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     if not observer.calls:
         raise UnsupportedModelError("its layers do not attend through transformers' AttentionInterface")
     found = observer.calls.keys() | recurrences.layers
+    types = getattr(config, "layer_types", None) or ()
+    by_token = (number for number, kind in enumerate(types) if kind in _BY_TOKEN)
+    found |= {number for number in by_token if not _is_numbered_within(layers, number)}
     if sorted(found) != list(range(num_layers)):
         missing = [layer for layer in range(num_layers) if layer not in found]
         which = f"its layers {missing}" if len(missing) < num_layers else "its layers"
@@ -277,6 +301,11 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     modules = tuple(observer.modules[layer] for layer in sorted(observer.modules))
     states = tuple(recurrences.states.values())
     return Observation(attention, modules, states, path, signatures, observer.in_tuple)
+
+
+def _is_numbered_within(layers: nn.ModuleList, number: int) -> bool:
+    """Return whether a part of the layer knows the layer's number, as parts with a cache do. True without layers."""
+    return not len(layers) or any(hasattr(part, "layer_idx") for part in [*layers[number].modules()][1:])
 
 
 def _layers(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:

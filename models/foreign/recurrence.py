@@ -1,13 +1,15 @@
 """Replaces the recurrence functions that transformers' modules call by the engine's.
 
 transformers' model files call each recurrence through a function: `causal_conv1d_fn` for short convolutions,
-`torch_chunk_gated_delta_rule` for gated delta nets. A module that calls one of them gets a subclass of its class. The
-subclass's forward is the same code, in which these names refer to the engine's functions.
+`torch_chunk_gated_delta_rule` for gated delta nets, `mamba2_chunk_scan` for Mamba 2. A module that calls one of them
+gets a subclass of its class. The subclass's forward is the same code, in which these names refer to the engine's
+functions.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,9 @@ import torch
 from torch import nn
 
 from compiled_engine.models.foreign.interfaces import Step
-from compiled_engine.recurrence.delta_rule import Drafted
-from compiled_engine.recurrence.op import conv_state_or_value, delta_rule_or_value
-from compiled_engine.recurrence.states import CONV_STATE, RULE_DRAFTS, RULE_LENGTHS, RULE_STATE
+from compiled_engine.recurrence.matrix_states import Drafted
+from compiled_engine.recurrence.op import conv_state_or_value, delta_rule_or_value, state_space_or_value
+from compiled_engine.recurrence.states import CONV_STATE, MATRIX_DRAFTS, MATRIX_LENGTHS, MATRIX_STATE
 
 # Names of activations: transformers' to the op's.
 ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
@@ -59,9 +61,34 @@ class Functions(Protocol):
         """
         ...
 
+    def scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor,
+        dt_bias: torch.Tensor,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+        **others: Any,
+    ) -> torch.Tensor:
+        """Scan T tokens as Mamba 2 does.
+
+        hidden_states and result [1, T, H, v], for H heads of v elements. dt [1, T, H]. B, C [1, T, G, k], for G groups
+        of heads. A, D, dt_bias [H].
+        """
+        ...
+
 
 # Methods of Functions by the function names in transformers' files.
-_NAMES = {"causal_conv1d_fn": "convolve", "torch_chunk_gated_delta_rule": "apply_rule"}
+_NAMES = {
+    "causal_conv1d_fn": "convolve",
+    "torch_chunk_gated_delta_rule": "apply_rule",
+    "mamba2_chunk_scan": "scan",
+}
 
 
 class StepFunctions:
@@ -95,13 +122,36 @@ class StepFunctions:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         q_TGk, k_TGk, v_THv, g_TH, beta_TH = (x.squeeze(0) for x in (query, key, value, g, beta))
-        state_SHkv, drafted = getattr(self.module, RULE_STATE), None
-        if hasattr(self.module, RULE_DRAFTS):
-            drafted = Drafted(getattr(self.module, RULE_DRAFTS), getattr(self.module, RULE_LENGTHS))
         out_THv = delta_rule_or_value(
-            q_TGk, k_TGk, v_THv, g_TH, beta_TH, use_qk_l2norm_in_kernel, state_SHkv, drafted, self._step.sequences()
+            q_TGk, k_TGk, v_THv, g_TH, beta_TH, use_qk_l2norm_in_kernel, *self._matrix_state(), self._step.sequences()
         )
         return out_THv.unsqueeze(0), None
+
+    def scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor,
+        dt_bias: torch.Tensor,
+        dt_softplus: bool,
+        dt_limit: tuple[float, float],
+        **others: Any,
+    ) -> torch.Tensor:
+        x_THv, dt_TH, B_TGk, C_TGk = (x.squeeze(0) for x in (hidden_states, dt, B, C))
+        least, most = dt_limit
+        limits = float(least), None if math.isinf(most) else float(most)
+        operands = x_THv, dt_TH, A, B_TGk, C_TGk, D, dt_bias, *limits
+        return state_space_or_value(*operands, *self._matrix_state(), self._step.sequences()).unsqueeze(0)
+
+    def _matrix_state(self) -> tuple[torch.Tensor, Drafted | None]:
+        drafted = None
+        if hasattr(self.module, MATRIX_DRAFTS):
+            drafted = Drafted(getattr(self.module, MATRIX_DRAFTS), getattr(self.module, MATRIX_LENGTHS))
+        return getattr(self.module, MATRIX_STATE), drafted
 
 
 def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module]:

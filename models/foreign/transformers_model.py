@@ -185,7 +185,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
     head or as a classifier; ValueError for invalid values or an unsupported version of transformers.
     """
     supported_version()
-    values = json.loads(config_json)
+    values = json.loads(config_json, object_hook=_number_of)
     name = (values.get("architectures") or ["?"])[0]
     kind = values.pop("model_type", None)
     remote = (
@@ -200,6 +200,12 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
     if name not in (causal_lm_name(config), *encoder_names(config)):
         raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
     return config
+
+
+def _number_of(values: dict[str, Any]) -> Any:
+    """Return infinity or NaN for the object that transformers writes for it, and any other object unchanged."""
+    written = values.get("__float__") if len(values) == 1 else None
+    return float(written) if written in ("Infinity", "-Infinity", "NaN") else values
 
 
 def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:

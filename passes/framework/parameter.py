@@ -32,6 +32,8 @@ Steps = tuple[tuple[str, float | str], ...]
 STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
+    "exp": lambda tensor, _: tensor.exp(),
+    "neg": lambda tensor, _: tensor.neg(),
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
     # Put packed codes into the order that the kernels of experts read.
     "halves": lambda codes, unit: rounding.in_halves(codes, int(unit)),

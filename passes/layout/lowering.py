@@ -29,14 +29,17 @@ from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
 from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
 from compiled_engine.recurrence.op import VALUES
-from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
+from compiled_engine.recurrence.states import CONV_STATE, MATRIX_STATE
 
-# Arithmetic on a parameter alone moves to weight loading: Gemma's 1 + weight, a weight in another dtype.
+# Arithmetic on a parameter alone moves to weight loading: Gemma's 1 + weight, a weight in another dtype, the decays of
+# Mamba 2, -exp(A_log).
 #
 # Why: textbook norms multiply by their weight; adding one to it first only concerns how weights are stored. The result
-# becomes an input of the graph, a parameter that the loader computes from the checkpoint's.
+# becomes an input of the graph, a parameter that the loader computes from the checkpoint's. A step launches no kernel
+# for it.
 
-_STEPS = {aten.add.Tensor: "add", aten.mul.Tensor: "mul", aten._to_copy.default: "to"}
+_FUNCTIONS = {aten.exp.default: "exp", aten.neg.default: "neg"}
+_STEPS = {aten.add.Tensor: "add", aten.mul.Tensor: "mul", aten._to_copy.default: "to", **_FUNCTIONS}
 
 
 class FoldParameters(GraphPass):
@@ -68,13 +71,15 @@ class FoldParameters(GraphPass):
 
 
 def _operand(node: fx.Node) -> float | str:
+    if node.target in _FUNCTIONS:
+        return ""
     if len(node.args) > 1:
         return float(arg(node, 1))
     return str(node.kwargs["dtype"]).removeprefix("torch.")
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node casts a parameter of at most one dimension, or adds or multiplies it by a constant.
+    """Return whether the node computes one of _STEPS from a parameter of at most one dimension and constants.
 
     Operations that a norm applies to its weight belong to the norm and do not count.
     """
@@ -85,7 +90,7 @@ def _is_derivation(node: fx.Node) -> bool:
         product = only_user(last)
         if any(factor is last and is_scaled_by_root(other) for factor, other in factors(product)):
             return False
-    if not is_call(node, aten.add.Tensor, aten.mul.Tensor, aten._to_copy.default):
+    if not is_call(node, *_STEPS):
         return False
     parameter = arg(node, 0)
     constants = all(isinstance(other, int | float) for other in node.args[1:])
@@ -128,10 +133,10 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of states of convolutions and delta rules, without a delta rule's tensors for drafts."""
+        """Return the number of states of convolutions and of matrices, without the tensors for drafts."""
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
-        return sum(name.rpartition(".")[2] in (CONV_STATE, RULE_STATE) for name in kept)
+        return sum(name.rpartition(".")[2] in (CONV_STATE, MATRIX_STATE) for name in kept)
 
     def run(self, graph: fx.Graph) -> PassResult:
         matches: Counter[str] = Counter()

@@ -118,16 +118,25 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return how often an activation's result [T, I] is multiplied by a value that is not the result of a norm.
+    """Return how often an activation's result [T, I] is multiplied by a value that is no norm's and no recurrence's.
 
     Passes on silu(gate) * up expect as many matches in their contracts.
     """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
     return sum(
-        any(left is node is not right and not is_scaled_and_weighted(right) for left, right in factors(product))
+        any(left is node is not right and not _is_gated_later(right) for left, right in factors(product))
         for node, product in products
     )
+
+
+def _is_gated_later(node: fx.Node) -> bool:
+    """Return whether the node is the result of a norm or of an op that writes to a buffer, such as a recurrence's."""
+    if is_scaled_and_weighted(node):
+        return True
+    while is_call(node, aten.view.default, aten.reshape.default, aten._to_copy.default):
+        node = arg(node, 0)
+    return is_call(node, aten.empty_like.default)
 
 
 class SiluMul(GraphPass):

@@ -26,7 +26,7 @@ from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
-from compiled_engine.recurrence.states import RULE_DRAFTS, RULE_LENGTHS, RULE_STATE
+from compiled_engine.recurrence.states import MATRIX_DRAFTS, MATRIX_LENGTHS, MATRIX_STATE
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.speculation import EAGLE3
 from compiled_engine.sampling.params import SamplingParams
@@ -58,7 +58,10 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0, "logit_bias": FEW, "max_tokens": 2},
     {"temperature": 0, "logit_bias": FEW, "disable_spec_decode": True},
 ]
-FAMILIES = ("qwen3_5_text", "lfm2", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe")
+FAMILIES = (
+    *("qwen3_5_text", "lfm2", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe"),
+    *("falcon_h1", "nemotron_h"),
+)
 DRAWN = pytest.mark.product(one_in=1000)
 # Their states are those of the first two; each family's own code is compared without drafts. On a GPU one is drawn.
 OTHERS = pytest.mark.shown_by(
@@ -262,9 +265,9 @@ def at_position(states: dict[str, torch.Tensor], computed: int) -> dict[tuple[st
     found: dict[tuple[str, int], torch.Tensor] = {}
     for name, state in states.items():
         owner, _, kind = name.rpartition(".")
-        if kind == RULE_STATE:
-            found[name, int(states[f"{owner}.{RULE_LENGTHS}"].max())] = state
-        elif kind not in (RULE_DRAFTS, RULE_LENGTHS):
+        if kind == MATRIX_STATE:
+            found[name, int(states[f"{owner}.{MATRIX_LENGTHS}"].max())] = state
+        elif kind not in (MATRIX_DRAFTS, MATRIX_LENGTHS):
             num_slots = state.shape[1]
             for position in range(max(0, computed - num_slots + MOST_DRAFTS), computed):
                 found[name, position] = state[:, position % num_slots]
@@ -353,7 +356,7 @@ def test_the_memory_of_states_is_told_before_the_start(folder: Path) -> None:
     plain = resolve(make_options({"model": folder} | options | {"speculative_config": None})).model.recurrences
     assert plain is not None
     assert plain.row_bytes < recurrences.row_bytes
-    has_rules = any(state.name.endswith(RULE_STATE) for state in plain.states)
+    has_rules = any(state.name.endswith(MATRIX_STATE) for state in plain.states)
     assert (recurrences.snapshot_bytes < recurrences.row_bytes) == has_rules
 
 

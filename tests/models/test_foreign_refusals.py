@@ -27,6 +27,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}, "ffn_config": {"moe_num_experts": 6}},
     "gemma4_assistant": {"text_config": TINY | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "attn_layers": ["lsh", "local", "lsh"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "qwen4_exp": {"text_config": TINY | _INDEXED},
     "qwen4_exp_text": _INDEXED,
 }
@@ -34,6 +36,7 @@ CAUSES = (
     r"it needs .*, which the engine does not have",
     r"its layers .*do not attend through transformers' AttentionInterface",
     r"its attention does not go through transformers' AttentionInterface",
+    r"its layers have recurrences alone; at least one must attend",
     r"its mask is neither causal nor causal with a sliding window",
     r"its heads of q, k and v differ in size",
     r"its head calls the decoder in an unsupported way",
@@ -87,7 +90,9 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
 @pytest.mark.parametrize(
     ("kind", "mechanism"),
     [
-        ("bamba", r"the scan of a state space model \(Mamba\)"),
+        ("mamba", "the scan of Mamba 1, which has a state for each channel"),
+        ("jamba", "the scan of Mamba 1, which has a state for each channel"),
+        ("zamba2", "blocks of attention that several layers share"),
         ("llama4", "chunked attention"),
         ("deepseek_v3", "multi-head latent attention"),
         ("deepseek_v32", "sparse attention by an index, multi-head latent attention"),

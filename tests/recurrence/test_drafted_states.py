@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compiled_engine.config import RowState
-from compiled_engine.recurrence.delta_rule import Drafted
-from compiled_engine.recurrence.op import apply_rule, convolve
+from compiled_engine.recurrence.matrix_states import Drafted
+from compiled_engine.recurrence.op import apply_rule, convolve, scan
 from compiled_engine.recurrence.sequences import Sequences
 from compiled_engine.recurrence.states import with_drafts, without_drafts
 
@@ -32,15 +32,24 @@ class Request:
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
-class Rule:
-    """A delta rule's states, with room for drafts or without."""
+class Matrices:
+    """Matrix states, with room for drafts or without."""
 
     def __init__(self, num_drafts: int) -> None:
-        states = with_drafts([RowState("layer.rule_state", (HEADS, KEY, VALUE), "float32")], num_drafts)
+        states = with_drafts([RowState("layer.matrix_state", (HEADS, KEY, VALUE), "float32")], num_drafts)
         self.state_SHkv, *rest = [
             torch.full((NUM_ROWS, *state.shape), 77, dtype=getattr(torch, state.dtype)) for state in states
         ]
         self.drafted = Drafted(*rest) if rest else None
+
+    def kept(self, request: Request) -> tuple[int, torch.Tensor]:
+        """The number of tokens that the request's state has, and the state."""
+        length = request.computed if self.drafted is None else int(self.drafted.lengths_SHv[request.row, 0, 0])
+        return length, self.state_SHkv[request.row].clone()
+
+
+class Rule(Matrices):
+    """A delta rule's states."""
 
     @staticmethod
     def inputs(generator: torch.Generator) -> Inputs:
@@ -55,10 +64,24 @@ class Rule:
         apply_rule(*inputs, True, self.state_SHkv, *(self.drafted or (None, None)), out_THv, *sequences)
         return out_THv
 
-    def kept(self, request: Request) -> tuple[int, torch.Tensor]:
-        """The number of tokens that the request's state has, and the state."""
-        length = request.computed if self.drafted is None else int(self.drafted.lengths_SHv[request.row, 0, 0])
-        return length, self.state_SHkv[request.row].clone()
+
+class Space(Matrices):
+    """The states of a state space model. Its steps are so large that softplus, which PyTorch rounds differently where a
+    vector is not full, returns its argument."""
+
+    A_H, D_H, dt_bias_H = -0.01 * torch.arange(1.0, HEADS + 1), torch.linspace(-1, 1, HEADS), torch.full((HEADS,), 30.0)
+
+    @staticmethod
+    def inputs(generator: torch.Generator) -> Inputs:
+        shapes = (HEADS, VALUE), (HEADS,), (2, KEY), (2, KEY)
+        return [torch.randn(LENGTH, *shape, generator=generator) for shape in shapes]
+
+    def run(self, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
+        x_THv, dt_TH, B_TGk, C_TGk = inputs
+        out_THv = torch.full_like(x_THv, torch.nan)
+        operands = x_THv, dt_TH, self.A_H, B_TGk, C_TGk, self.D_H, self.dt_bias_H, 0.0, None
+        scan(*operands, self.state_SHkv, *(self.drafted or (None, None)), out_THv, *sequences)
+        return out_THv
 
 
 class Convolution:
@@ -110,7 +133,7 @@ def step(states: Any, shares: Sequence[tuple[Request, int, int, int, int]], draw
         assert len(out) == count + drafts + missing
 
 
-@pytest.mark.parametrize("make", [Rule, Convolution])
+@pytest.mark.parametrize("make", [Rule, Space, Convolution])
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_drafts_leave_no_trace(make: Callable[[int], Any], seed: int) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -154,13 +177,13 @@ def test_wrong_drafts_leave_no_trace(make: Callable[[int], Any], seed: int) -> N
 
 
 def test_room_for_drafts_comes_and_goes() -> None:
-    states = [RowState("a.conv_state", (10, 3), "bfloat16"), RowState("a.rule_state", (4, 8, 12), "float32")]
+    states = [RowState("a.conv_state", (10, 3), "bfloat16"), RowState("a.matrix_state", (4, 8, 12), "float32")]
     kept = with_drafts(states, 3)
     assert [(each.name, each.shape, each.dtype) for each in kept] == [
         ("a.conv_state", (10, 6), "bfloat16"),
-        ("a.rule_state", (4, 8, 12), "float32"),
-        ("a.rule_drafts", (4, 7, 21), "float32"),
-        ("a.rule_lengths", (4, 12), "int32"),
+        ("a.matrix_state", (4, 8, 12), "float32"),
+        ("a.matrix_drafts", (4, 7, 21), "float32"),
+        ("a.matrix_lengths", (4, 12), "int32"),
     ]
-    assert [each.name for each in kept if not each.in_snapshots] == ["a.rule_drafts"]
+    assert [each.name for each in kept if not each.in_snapshots] == ["a.matrix_drafts"]
     assert without_drafts(kept, 3) == states == without_drafts(states, 0) == list(with_drafts(states, 0))

@@ -10,6 +10,7 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.recurrence import convolution_triton
 from compiled_engine.recurrence.delta_rule_triton import delta_rule_kernel
+from compiled_engine.recurrence.state_space_triton import state_space_kernel
 
 # Of LFM2-1.2B.
 SHAPE: dict[str, Any] = {"D": 2048, "W": 3, "ACTIVATION": "", "DEPENDENT_LAUNCH": True}
@@ -44,3 +45,18 @@ def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) 
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")
     program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
     assert stack_bytes(program) == 0
+
+
+# Of Nemotron-H-8B, and with states as large as those of Falcon-H1.
+@pytest.mark.parametrize(("chunk", "state_size", "drafts"), [(1, 128, 3), (32, 128, 0), (16, 256, 0)])
+def test_the_kernel_of_state_space_models_compiles_for_hopper(chunk: int, state_size: int, drafts: int) -> None:
+    tiles = {"TILE_V": 32} if chunk == 1 else {"TILE_V": 64}
+    constants: dict[str, Any] = {"H": 128, "GROUP": 16, "K": state_size, "V": 64, "LEAST": 0.0, "MOST": None}
+    constants |= {"CHUNK": chunk, "TILE_K": state_size, "PRECISION": "tf32", "IN_TWO": drafts > 0} | tiles
+    constants |= {"SLOTS": 2 * drafts + 1} if drafts else {"SLOTS": 0, "drafts_ptr": None, "lengths_ptr": None}
+    pointers = [each for each in state_space_kernel.arg_names if each.endswith("_ptr")]
+    types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr", "A_ptr"), "*fp32")
+    warps = 4 if chunk == 1 else 8
+    program = compiled_for_hopper(state_space_kernel, constants, types, aligned=pointers, num_warps=warps)
+    assert stack_bytes(program) == 0
+    assert "lg2.approx" not in program.asm["ptx"]  # its error next to 1 is that of small step sizes

@@ -1,6 +1,8 @@
-"""Convolutions and gated delta rules over packed sequences equal transformers' functions, and the kernels both."""
+"""Recurrences over packed sequences equal transformers' functions, and the kernels both."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 from recurrence_cases import NAN, check_all, convolution
 from recurrence_cases import STEPS as STEPS_OF_CASES
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from compiled_engine.recurrence.op import apply_rule, convolve
+from compiled_engine.recurrence.op import apply_rule, convolve, scan
 from compiled_engine.recurrence.sequences import Sequences
 
 # Tokens of three requests in each step. The second begins late, the third pauses, and rows are used again by padding.
@@ -116,6 +119,37 @@ def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
         )
         torch.testing.assert_close(unpacked(outputs)[number], expected[0], rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(state_SHkv[ROWS[number]], state[0], rtol=2e-5, atol=2e-5)
+    assert state_SHkv[1].isnan().all()
+
+
+@pytest.mark.parametrize(("groups", "limits"), [(1, (0.0, math.inf)), (2, (0.02, 1.5))])
+def test_scans_in_steps_are_those_of_whole_sequences(groups: int, limits: tuple[float, float]) -> None:
+    generator = torch.Generator().manual_seed(groups)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    whole = [[normal(n, 4, 24), normal(n, 4), normal(n, groups, 16), normal(n, groups, 16)] for n in LENGTHS]
+    A_H, D_H, dt_bias_H = -torch.arange(1.0, 5), normal(4), torch.linspace(-7, 1, 4)
+    least, most = limits[0], None if math.isinf(limits[1]) else limits[1]
+    state_SHkv = torch.full((4, 4, 16, 24), NAN)
+    outputs = []
+    for (x_THv, dt_TH, B_TGk, C_TGk), sequences in in_steps(whole):
+        outputs.append(torch.full_like(x_THv, NAN))
+        operands = x_THv, dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H, least, most
+        scan(*operands, state_SHkv, None, None, outputs[-1], *sequences)
+    for number, (x, dt, B, C) in enumerate(whole):
+        expected, state = modeling_mamba2.mamba2_chunk_scan(
+            x[None],
+            dt[None],
+            A_H,
+            B[None],
+            C[None],
+            **{"chunk_size": 8, "D": D_H, "dt_bias": dt_bias_H, "dt_softplus": True, "dt_limit": limits},
+            return_final_states=True,
+        )
+        torch.testing.assert_close(unpacked(outputs)[number], expected[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(state_SHkv[ROWS[number]], state[0].mT, rtol=2e-5, atol=2e-5)
     assert state_SHkv[1].isnan().all()
 
 

@@ -16,13 +16,16 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
-FAMILIES = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+FAMILIES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
+)
 PROMPTS = [[7, 8, 9], list(range(20, 65)), [3], list(range(90, 107)), [5, 5, 5, 5]]
 SMALL: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 80, "dtype": "float32"}
 
 
 # One of each kind, the second of which is compiled; of the others one runs without --all.
-ALWAYS = ("lfm2", "qwen3_5_text")
+ALWAYS = ("lfm2", "qwen3_5_text", "falcon_h1")
 DRAWN = pytest.mark.product(one_in=1000)
 
 
@@ -41,6 +44,12 @@ def delta_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, write_checkpoint(folder, family("qwen3_5_text"))
 
 
+@pytest.fixture(scope="module", params=["qwen3_5_text", pytest.param("nemotron_h", marks=DRAWN)])
+def matrices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, write_checkpoint(folder, family(request.param))
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
     folder, oracle = checkpoint
@@ -50,18 +59,23 @@ def test_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> Non
     assert difference.is_right(torch.float32), difference
 
 
+# The ops of each model, and how many operations on parameters alone are folded at least: decays of Mamba 2 are -exp(A).
+OPS = {"lfm2_moe": ({"conv_state"}, 0), "qwen3_next": ({"conv_state", "delta_rule"}, 0)}
+OPS |= {"nemotron_h": ({"conv_state", "state_space"}, 4)}
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("name", ["lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["nemotron_h", *(pytest.param(name, marks=DRAWN) for name in [*OPS][:2])])
 def test_logprobs_after_all_passes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder, oracle = tmp_path, write_checkpoint(tmp_path, family(name))
     model = fused_model(folder, {"device": "cpu", "strict_passes": True}, verify=True)
     difference = difference_after_passes(model, oracle)
     assert difference.is_right(torch.float32), difference
-    report = next(report for report in model.reports if report.name == "recurrences")
-    ops = {"compiled_engine::conv_state"} | ({"compiled_engine::delta_rule"} if "lfm2" not in name else set())
-    assert {note.partition(" x ")[2] for note in report.notes} == ops
+    reports, (ops, folded) = {report.name: report for report in model.reports}, OPS[name]
+    report = reports["recurrences"]
+    assert {note.partition(" x compiled_engine::")[2] for note in report.notes} == ops
     assert report.matches == report.contract == 2 * len(ops)
+    assert reports["fold_parameters"].matches >= folded
 
 
 def greedy(oracle: Any, prompt: list[int], count: int) -> list[int]:
@@ -79,8 +93,8 @@ def generated(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, 
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_tokens_are_transformers_whatever_runs_beside_them(delta_net: tuple[Path, Any]) -> None:
-    folder, oracle = delta_net
+def test_tokens_are_transformers_whatever_runs_beside_them(matrices: tuple[Path, Any]) -> None:
+    folder, oracle = matrices
     expected = [greedy(oracle, prompt, 12) for prompt in PROMPTS]
     whole, _ = generated(folder, mode="eager", max_num_seqs=5)
     assert whole == expected
@@ -93,8 +107,8 @@ def test_tokens_are_transformers_whatever_runs_beside_them(delta_net: tuple[Path
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_request_that_is_given_up_leaves_nothing_to_the_next_in_its_row(delta_net: tuple[Path, Any]) -> None:
-    folder, oracle = delta_net
+def test_a_request_that_is_given_up_leaves_nothing_to_the_next_in_its_row(matrices: tuple[Path, Any]) -> None:
+    folder, oracle = matrices
     params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
     with LLM(folder, **SMALL, mode="eager", max_num_seqs=1) as llm:
         stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, params)

@@ -84,6 +84,22 @@ _DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+# Attention and a state space model in each layer, with multipliers of all kinds.
+_FALCON = {
+    "mamba_d_ssm": 128,
+    "mlp_multipliers": [0.8, 0.7],
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    **{"key_multiplier": 0.6, "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.9},
+    **{"ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.7},
+}
+# Some layers are an MLP alone.
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "num_hidden_layers": 4,
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 24, "chunk_size": 8},
+}
+# Two heads of a state space model share a group of B and C. D and dt_bias vary, as all vectors do.
+_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_chunk_size": 8}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 # Encoders that can be told to attend to earlier tokens alone.
@@ -179,6 +195,17 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3_5_moe_text", _DELTA_NET | _EXPERTS | _NARROW | {"shared_expert_intermediate_size": 48}, scale=1.5),
     Family("olmo_hybrid", _DELTA_NET, scale=1.5),
     Family("lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": WINDOW}),
+    Family("bamba", _SPACE | {"attn_layer_indices": [1]}, scale=1.5),
+    Family(
+        "granitemoehybrid",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_multiplier": 0.2}
+        | {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+        | {**_SPACE, "mamba_n_groups": 1}
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+        scale=1.5,
+    ),
+    Family("falcon_h1", _SPACE | _FALCON, scale=1.5),
+    Family("nemotron_h", _NEMOTRON, scale=1.5),
     Family("lara_mini", {"sliding_window": WINDOW}, scale=1.5),
     Family("modernbert-decoder", dict.fromkeys(_TOKENS, 0), _NO_HEADS),
     *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in _DECODING_ENCODERS),

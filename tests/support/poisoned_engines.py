@@ -54,6 +54,7 @@ KINDS = {
     "convolutions, few snapshots": Kind("lfm2", EAGER | {"num_state_snapshots": 2}),
     "recurrences, drafts": Kind("qwen3_5_text", EAGER | {"speculative_config": NGRAM}),
     "convolutions, drafts": Kind("lfm2", EAGER | {"speculative_config": NGRAM, "num_state_snapshots": 2}),
+    "state spaces, drafts": Kind("falcon_h1", EAGER | {"speculative_config": NGRAM}),
     "recurrences, compiled": Kind("qwen3_5_text", COMPILED | {"mode": "compiled"}),
     "adapters": Kind("qwen3", COMPILED | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}, adapters=True),
     "adapters, int8, recorded": Kind(

@@ -9,9 +9,12 @@ import torch
 
 from compiled_engine.recurrence.convolution import convolve_reference
 from compiled_engine.recurrence.convolution_triton import convolve_triton
-from compiled_engine.recurrence.delta_rule import Drafted, apply_rule_reference
+from compiled_engine.recurrence.delta_rule import apply_rule_reference
 from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton
+from compiled_engine.recurrence.matrix_states import Drafted
 from compiled_engine.recurrence.sequences import Sequences
+from compiled_engine.recurrence.state_space import scan_reference
+from compiled_engine.recurrence.state_space_triton import scan_triton
 
 NUM_ROWS = 7
 NAN = float("nan")
@@ -97,6 +100,30 @@ def convolution(
     return [x_TD, weight_DW, bias_D, "silu" if seed % 2 else "", *products, state_SDN, out_TD], sequences
 
 
+def matrix_states(
+    requests: dict[int, Of], sizes: tuple[int, int, int], drafts: int, generator: torch.Generator
+) -> tuple[torch.Tensor, Drafted | None]:
+    """Random states of requests with earlier tokens, and of right drafts; all else is poisoned. sizes: heads, elements
+    of a key and of a value. drafts: most of a request; 0 for none, and no room for them."""
+    heads, key, value = sizes
+    state_SHkv = torch.full((NUM_ROWS, heads, key, value), NAN)
+    state_SHkv[[*requests]] = torch.randn(len(requests), heads, key, value, generator=generator)
+    if not drafts:
+        return state_SHkv, None
+    drafted = Drafted(
+        torch.full((NUM_ROWS, heads, 2 * drafts + 1, key + value + 1), NAN),
+        torch.full((NUM_ROWS, heads, value), 1 << 30, dtype=torch.int32),
+    )
+    for row, request in requests.items():
+        assert request.before is not None
+        drafted.lengths_SHv[row] = length = request.before - request.right
+        slots = torch.arange(length, request.before) % (2 * drafts + 1)
+        updates = torch.randn(heads, request.right, key + value + 1, generator=generator)
+        updates[..., -1] = -updates[..., -1].abs()
+        drafted.drafts_SHNw[row, :, slots] = updates
+    return state_SHkv, drafted
+
+
 def rule(
     step: Sequence[Of],
     seed: int,
@@ -118,24 +145,35 @@ def rule(
     q_TD, k_TD, v_TD = mixed_TD.to(dtype).split([groups * key, groups * key, heads * value], -1)
     g_TH = -torch.rand(num_tokens, heads, generator=generator)
     beta_TH = torch.rand(num_tokens, heads, generator=generator).to(dtype)
-    state_SHkv = torch.full((NUM_ROWS, heads, key, value), NAN)
-    state_SHkv[[*requests]] = torch.randn(len(requests), heads, key, value, generator=generator)
-    drafted = None
-    if drafts:
-        drafted = Drafted(
-            torch.full((NUM_ROWS, heads, 2 * drafts + 1, key + value + 1), NAN),
-            torch.full((NUM_ROWS, heads, value), 1 << 30, dtype=torch.int32),
-        )
-        for row, request in requests.items():
-            assert request.before is not None
-            drafted.lengths_SHv[row] = length = request.before - request.right
-            slots = torch.arange(length, request.before) % (2 * drafts + 1)
-            updates = torch.randn(heads, request.right, key + value + 1, generator=generator)
-            updates[..., -1] = -updates[..., -1].abs()
-            drafted.drafts_SHNw[row, :, slots] = updates
+    state_SHkv, drafted = matrix_states(requests, (heads, key, value), drafts, generator)
     out_THv = torch.full((num_tokens, heads, value), NAN, dtype=dtype)
     operands = q_TD.unflatten(1, (groups, key)), k_TD.unflatten(1, (groups, key)), v_TD.unflatten(1, (heads, value))
     return [*operands, g_TH, beta_TH, True, state_SHkv, drafted, out_THv], sequences
+
+
+def space(
+    step: Sequence[Of],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int] = (24, 40),
+    drafts: int = 0,
+) -> tuple[list[Any], Sequences]:
+    """Arguments of `scan` before the sequences, and these; x, B, C and step sizes are columns of wider tensors. Step
+    sizes are from tiny to large ones, in some cases limited. sizes: of a state for each element, and of a head."""
+    generator = torch.Generator().manual_seed(seed)
+    (sequences, requests), (key, value), groups = sequences_of(step, generator), sizes, 1 + seed % 2
+    num_tokens, heads = int(sequences.query_start_loc_R1[-1]), 2 * groups
+    mixed_TD = torch.randn(num_tokens, heads * value + 2 * groups * key + heads, generator=generator).to(dtype)
+    x_TD, B_TD, C_TD, dt_TH = mixed_TD.split([heads * value, groups * key, groups * key, heads], -1)
+    A_H = -torch.rand(heads, generator=generator) - 0.1
+    D_H = torch.randn(heads, generator=generator).to(dtype)
+    dt_bias_H = torch.linspace(-18, 22, heads).to(dtype)
+    limits = (0.0, None) if seed % 3 else (1e-3, 2.0)
+    states = matrix_states(requests, (heads, key, value), drafts, generator)
+    out_THv = torch.full((num_tokens, heads, value), NAN, dtype=dtype)
+    B_TGk, C_TGk = (each.unflatten(1, (groups, key)) for each in (B_TD, C_TD))
+    operands = x_TD.unflatten(1, (heads, value)), dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H
+    return [*operands, *limits, *states, out_THv], sequences
 
 
 def copied(arguments: Sequence[Any], device: torch.device) -> list[Any]:
@@ -160,18 +198,21 @@ def check(
     reference(*expected, sequences)
     kernel(*found, Sequences(*(x.to(device) for x in sequences.on_device), sequences.host_3))
     assert not expected[-1].isnan().any()
-    for one, other in zip(found[6:], expected[6:], strict=True):
+    for one, other in zip(found, expected, strict=True):
+        if not isinstance(one, Drafted | torch.Tensor):
+            continue
         pairs = zip(one, other, strict=True) if isinstance(one, Drafted) else [(one, other)]
-        for ours, theirs in pairs if one is not None else ():
+        for ours, theirs in pairs:
             torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def check_all(device: torch.device, repeats: int) -> None:
-    """Check both kernels on every step in fp32."""
+    """Check the kernels on every step in fp32."""
     for drafts, steps in ((0, STEPS), (MOST_DRAFTS, DRAFTED_STEPS)):
         for seed, step in enumerate(steps * repeats):
             check(convolve_triton, convolve_reference, *convolution(step, seed, drafts=drafts), device, 2e-5)
             check(apply_rule_triton, apply_rule_reference, *rule(step, seed, drafts=drafts), device, 1e-4)
+            check(scan_triton, scan_reference, *space(step, seed, drafts=drafts), device, 1e-4)
 
 
 def main() -> None:
