@@ -54,7 +54,7 @@ class LayerAttention:
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys or of values, whichever are larger
     # Visible keys per query, its own included; None: all. Without causal: keys on each side.
     sliding_window: int | None
     soft_cap: float  # 0: none
@@ -172,8 +172,8 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
         if not found:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
+            raise UnsupportedModelError("its heads of q and k differ in size, or those of k and v in number")
         self._records = False  # evaluating the mask is not part of the layer
         window, causal = found[0].sight
         self._records = True
@@ -182,10 +182,11 @@ class _Observer(TorchDispatchMode):
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
         self.modules[layer] = module
+        head_dim = max(key.shape[-1], value.shape[-1])
         self.calls[layer] = LayerAttention(
-            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None, causal
+            query.shape[1], key.shape[1], head_dim, window, softcap or 0.0, s_aux is not None, causal
         )
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 class _Recurrences:
