@@ -53,7 +53,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
         return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
-    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
+    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.latent_dim))
     foreign = model.transformers
     if foreign is not None:
         sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim

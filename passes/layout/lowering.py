@@ -18,6 +18,7 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.matching import (
     arg,
     aten,
+    emit,
     emit_named,
     factors,
     fake_mode_of,
@@ -114,7 +115,10 @@ class ForeignAttention(GraphPass):
         for value, op in ((ATTENTION_VALUE, ATTENTION), (ATTEND_PACKED_VALUE, ATTEND_PACKED)):
             for node in graph.find_nodes(op="call_function", target=value):
                 with graph.inserting_before(node):
-                    out = _buffer_like(graph, arg(node, 0))
+                    like, head_dim = arg(node, 0), node.meta["val"].shape[-1]
+                    if like.meta["val"].shape[-1] != head_dim:  # the cache has latent rows
+                        like = emit(graph, aten.slice.Tensor, like, -1, 0, head_dim)
+                    out = _buffer_like(graph, like)
                     emit_named(graph, op, named(node) | {"out_THd": out})
                 node.replace_all_uses_with(out)
                 graph.erase_node(node)
