@@ -343,6 +343,8 @@ def test_other_kinds_of_values() -> None:
     assert difference(row, row, row[:7]) == "is torch.float32[7] instead of torch.float32[8]"
     assert "nan" in (difference(row, row, row * float("nan")) or "")
     assert difference(torch.tensor([[1.0]]), torch.tensor([[1.0]]), torch.tensor([[1.0]])) is None
+    assert difference(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0)) is None
+    assert difference(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.1)) is not None
 
 
 def test_infinite_elements_must_be_equal() -> None:
