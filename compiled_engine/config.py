@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.kv_format import AUTO, cache_dtype, head_width
+from compiled_engine.kv_format import AUTO, cache_dtype, halves_of, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
 from compiled_engine.vision import VisionDescription
@@ -189,6 +189,7 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0  # values are the first latent_dim elements of keys; 0: they are stored apart
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ class ModelConfig:
     # Set if transformers' code is run; then rope, biases, rms_norm_eps and intermediate_size have no effect. None for a
     # textbook model.
     transformers: TransformersModel | None = None
-    layer_heads: tuple[HeadShape, ...] | None = None  # None: all layers have num_heads, num_kv_heads and head_dim
+    # None: all layers have num_heads, num_kv_heads, head_dim and latent_dim.
+    layer_heads: tuple[HeadShape, ...] | None = None
+    latent_dim: int = 0  # see HeadShape
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
     attention_sinks: bool = False  # see attention.inputs.Scoring
@@ -251,7 +254,7 @@ class ModelConfig:
         """Return the heads of a layer."""
         if self.layer_heads is not None:
             return self.layer_heads[layer]
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
 
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
@@ -264,7 +267,10 @@ class ModelConfig:
             return []
         heads = map(self.heads_of, range(self.num_layers))
         dtype = dtype or self.dtype
-        return [(num_blocks, 2, block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim)) for layer in heads]
+        return [
+            (num_blocks, halves_of(layer.latent_dim), block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim))
+            for layer in heads
+        ]
 
     @property
     def yields_tokens(self) -> bool:

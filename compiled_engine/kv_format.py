@@ -60,6 +60,16 @@ def head_width(dtype: torch.dtype, head_dim: int) -> int:
     return head_dim + _SCALE_WIDTHS.get(dtype, 0)
 
 
+def holds_latents(cache: torch.Tensor) -> bool:
+    """Return whether a cache holds latent rows, [N, 1, P, 1, w], whose values are the beginnings of the keys."""
+    return cache.shape[1] == 1
+
+
+def halves_of(latent_dim: int) -> int:
+    """Return the size of a cache's dimension 1: 2 for keys and values, 1 for latent rows, which are both."""
+    return 1 if latent_dim else 2
+
+
 def head_dim_of(cache: torch.Tensor) -> int:
     """Return the head size in a cache [N, 2, P, K, w]."""
     return cache.shape[-1] - _SCALE_WIDTHS.get(cache.dtype, 0)

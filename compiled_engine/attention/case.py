@@ -51,6 +51,7 @@ class AttentionCase:
     value_dim: int | None = None  # elements of a value; None: head_dim
     causal: bool = True
     query_len: int | None = None  # query tokens per request; None if they differ
+    latent_dim: int = 0  # of a cache of latent rows: values are the first latent_dim elements of keys; 0: no such cache
 
     @property
     def group(self) -> int:
@@ -77,8 +78,9 @@ class AttentionCase:
         """Raise Refused unless the case is one of attention over a paged cache; returns the format of the cache.
 
         num_kv_heads must divide num_heads, and values have head_dim elements. Attention must be causal, and the cache
-        must have the dtype of queries or 8 bits.
+        must have the dtype of queries or 8 bits, and no latent rows.
         """
+        require(not self.latent_dim, "latent_dim", self.latent_dim, "0, keys and values that are stored apart")
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
         same = self.value_dim in (None, self.head_dim)
@@ -88,6 +90,21 @@ class AttentionCase:
             raise Refused("cache is None; allowed: a paged cache")
         dtypes = (self.dtype, *(elements.dtype for elements in CODED))
         require(self.cache.dtype in dtypes, "kv_cache_dtype", self.cache.dtype, names_of(dtypes))
+        return self.cache
+
+    def require_latent(self) -> KVFormat:
+        """Raise Refused unless the case is one of attention over a paged cache of latent rows; returns its format.
+
+        Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries.
+        """
+        require(self.num_kv_heads == 1, "num_kv_heads", self.num_kv_heads, "1 with latent rows")
+        require(self.causal, "causal", self.causal, "True")
+        require(not self.sliding_window, "sliding_window", self.sliding_window, "0 with latent rows")
+        require(not self.soft_cap, "soft_cap", self.soft_cap, "0 with latent rows")
+        require(not self.sinks, "sinks", self.sinks, "False with latent rows")
+        if self.cache is None:
+            raise Refused("cache is None; allowed: a paged cache")
+        require(self.cache.dtype == self.dtype, "kv_cache_dtype", self.cache.dtype, f"{self.dtype} with latent rows")
         return self.cache
 
 
@@ -109,6 +126,7 @@ def cases_of(
             model.attention_soft_cap,
             model.attention_sinks,
             causal=model.causal,
+            latent_dim=heads.latent_dim,
         )
         for heads, window in layers
         if heads.num_heads

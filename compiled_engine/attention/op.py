@@ -50,7 +50,10 @@ def write_kv(
     kv_scales_2K: torch.Tensor | None,
     backend: str,
 ) -> None:
-    """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache."""
+    """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache.
+
+    A cache of latent rows, [N, 1, P, 1, d], stores K alone, which begins with V.
+    """
     get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
 
@@ -176,11 +179,13 @@ def attention(
 ) -> torch.Tensor:
     """Return the causal attention [T, H, d] of this step's queries over their requests' whole contexts, in q's dtype.
 
+    The result has the head size of v, which is smaller than that of q and k if the cache has latent rows.
+
     First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
     max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p, and the later keys that
     inputs.keys_ahead_T adds. scale, soft_cap, sinks_H: see Scoring.
     """
-    out_THd = torch.empty_like(q_THd)
+    out_THd = _like_queries(q_THd, v_TKd)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
@@ -213,8 +218,14 @@ def _never_executed(*arguments: object) -> NoReturn:
     raise RuntimeError("the value of an attention op exists only in traces and cannot be executed")
 
 
-def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+def _like_queries(q_THd: torch.Tensor, v_TKd: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return an uninitialised tensor with the heads of q and the head size of v."""
+    value_dim = v_TKd.shape[-1]
+    return torch.empty_like(q_THd if q_THd.shape[-1] == value_dim else q_THd[..., :value_dim], **options)
+
+
+def _fake(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor, *others: object) -> torch.Tensor:
+    return _like_queries(q_THd, v_TKd, memory_format=torch.contiguous_format)
 
 
 def _define_value(op: torch.library.CustomOpDef) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_engine.config import ImagesConfig, ModelConfig, RowState
+from compiled_engine.kv_format import halves_of
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.linear.experts_codes import projections_of
 from compiled_engine.recurrence.states import without_drafts
@@ -84,13 +85,14 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     per_token = _experts_per_token(config) if of_experts else 0
     chosen_params = sum(p.numel() // num_experts for p in of_experts.values()) * per_token
     heads = map(config.heads_of, range(config.num_layers))
+    halves = halves_of(config.latent_dim)
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
         weight_bytes=sum(_stored_bytes(config, *each) for each in (*body.values(), ("lm_head.weight", head))),
         linear_params=sum(p.numel() for _, p in body.values() if p.dim() == 2) + chosen_params,
         head_params=head.numel(),  # type: ignore[operator]
-        kv_bytes_per_token=2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
-        attention_flops=4 * config.num_heads * config.head_dim,
+        kv_bytes_per_token=halves * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+        attention_flops=2 * config.num_heads * (config.head_dim + (config.latent_dim or config.head_dim)),
         windows=tuple(w for w, layer in zip(config.sliding_windows, heads, strict=True) if layer.num_heads),
         expert_bytes=sum(_stored_bytes(config, name, p) // num_experts for name, p in of_experts.items()),
         num_experts=num_experts,

@@ -45,7 +45,7 @@ from compiled_engine.graphs.cache.key import KERNEL_FIELDS
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
-from compiled_engine.kv_format import FP8, head_width
+from compiled_engine.kv_format import FP8, halves_of, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.profile import PROFILES
@@ -284,9 +284,10 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
             backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring)
             continue
         width = head_width(config.cache_dtype, case.head_dim)
-        kv_shape = 1, 2, block_size, case.num_kv_heads, width
+        kv_shape = 1, halves_of(case.latent_dim), block_size, case.num_kv_heads, width
         kv_cache = torch.zeros(kv_shape, dtype=config.cache_dtype, device=config.device)
-        backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
+        out_THd = q_THd.new_empty(*q_THd.shape[:2], case.latent_dim or case.head_dim)
+        backend.attend(q_THd, kv_cache, out_THd, inputs, scoring)
 
 
 @torch.inference_mode()

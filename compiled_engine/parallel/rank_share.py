@@ -53,7 +53,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
         return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
-    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
+    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.latent_dim))
     foreign = model.transformers
     if foreign is not None:
         sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim
@@ -78,7 +78,11 @@ def _divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int
     """
     values: dict[str, Any] = json.loads(config_json)
     num_heads, num_kv_heads, head_dim = heads
-    values |= {"num_attention_heads": num_heads, "head_dim": head_dim, "vocab_size": vocab_size}
+    values |= {"num_attention_heads": num_heads, "vocab_size": vocab_size}
+    if values.get("qk_rope_head_dim") is None:
+        values["head_dim"] = head_dim
+    else:  # latent attention: sizes of heads follow from other fields, and each query head has keys of its own
+        num_kv_heads = num_heads
     if values.get("num_key_value_heads") is not None:
         values["num_key_value_heads"] = num_kv_heads
     values |= {

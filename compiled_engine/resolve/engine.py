@@ -102,6 +102,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     caches_prefixes = _caches_prefixes(options, model, num_snapshots, reasons)
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
+    if model.latent_dim:
+        reasons["model.latent_dim"] = "latent attention: a row of the KV cache is the key and the value of all heads"
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     settings = processor_settings(options)
     images = resolve_images(options, model, scheduler, parallel, attention.backend, settings, reasons)

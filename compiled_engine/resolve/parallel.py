@@ -35,10 +35,13 @@ DIVISIBLE_FOREIGN = (
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
     "CwmForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GlmForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
@@ -54,6 +57,7 @@ DIVISIBLE_FOREIGN = (
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
 )
 
 

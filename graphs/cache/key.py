@@ -33,6 +33,7 @@ GRAPH_FIELDS = (
     "model.mlp_bias",
     "model.sliding_windows",
     "model.layer_heads",
+    "model.latent_dim",
     "model.attention_scale",
     "model.attention_soft_cap",
     "model.logit_soft_cap",

@@ -45,14 +45,16 @@ def write_out_constants(module: fx.GraphModule) -> None:
 def _simplify_products(graph: fx.GraphModule) -> None:
     """Rewrite matrix products that torch 2.11 cannot trace with symbolic sizes, in place.
 
-    A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A matrix product whose inner dimension has
-    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting. A matrix
-    product or linear of [N, P, D] and a weight becomes one of [N * P, D].
+    A linear over a batch of one, [1, T, D] or [1, 1, T, D], becomes one over [T, D]. A matrix product whose inner
+    dimension has size one, as of rotary frequencies and positions, becomes an elementwise multiplication with
+    broadcasting. A matrix product or linear of [N, P, D] and a weight becomes one of [N * P, D].
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])
         if len(shape) == 3 and isinstance(shape[0], int) and shape[0] == 1:
             _multiply_rows(graph.graph, node, ("squeeze", 0), ("unsqueeze", 0))
+        elif len(shape) == 4 and all(isinstance(size, int) and size == 1 for size in shape[:2]):
+            _multiply_rows(graph.graph, node, ("flatten", 0, 2), ("unflatten", 0, (1, 1, -1)))
         elif _has_open_batch(shape):
             _multiply_rows(graph.graph, node, ("flatten", 0, 1), ("unflatten", 0, (-1, shape[1])))
     for node in list(graph.graph.nodes):

@@ -36,9 +36,10 @@ def foreign_model(
     if description.architecture != name:  # a decoder, which runs as a causal language model
         return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
-    heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
+    heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.latent_dim) for layer in layers)
     attending = [layer for layer in layers if layer.num_heads]
     first = attending[0]
+    usual = next(each for each in heads if each.num_heads)
     for name in ("soft_cap", "sinks"):
         if len({getattr(layer, name) for layer in attending}) > 1:
             raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
@@ -52,7 +53,7 @@ def foreign_model(
         hidden_size=description.hidden_size,
         intermediate_size=description.intermediate_size,
         num_layers=len(layers),
-        **asdict(HeadShape(first.num_heads, first.num_kv_heads, first.head_dim)),
+        **asdict(usual),
         max_position_embeddings=length,
         rms_norm_eps=0.0,
         rope=RopeConfig(0.0),

@@ -58,6 +58,7 @@ class LayerShape:
     soft_cap: float
     sinks: bool
     causal: bool = True
+    latent_dim: int = 0  # see HeadShape
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention_or_value, packed_attention_or_value
+from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.recurrence.sequences import Sequences
 
 # A step's arguments for attention, passed beside transformers' code.
@@ -123,8 +124,20 @@ def attend(
     step: Any = module.step
     window = step.sliding_windows[module.layer_idx]
     cache = step.kv_caches[module.layer_idx]
+    if isinstance(module, LatentAttention):  # all heads attend to one row for each token
+        queries_THd = module.queries_of_rows(q_THd)
+        latents_THr = attention_or_value(queries_THd, k_TKd, v_TKd, cache, step.inputs, scale)
+        return module.values_of(latents_THr).unsqueeze(0), None
+    value_dim = v_TKd.shape[-1]
+    width = max(q_THd.shape[-1], value_dim)  # zeros at the end of a head change no score, and no element of a value
+    q_THd, k_TKd, v_TKd = (_widened(x, width) for x in (q_THd, k_TKd, v_TKd))
     out_THd = attention_or_value(q_THd, k_TKd, v_TKd, cache, step.inputs, scale, window, softcap, s_aux)
-    return out_THd.unsqueeze(0), None
+    return out_THd[..., :value_dim].unsqueeze(0) if value_dim < width else out_THd.unsqueeze(0), None
+
+
+def _widened(x_Td: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - x_Td.shape[-1]
+    return torch.cat((x_Td, x_Td.new_zeros(*x_Td.shape[:-1], missing)), -1) if missing else x_Td
 
 
 AttentionInterface.register(NAME, attend)

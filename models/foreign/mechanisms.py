@@ -37,7 +37,8 @@ _MODULES = (
     ),
     ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
     ("^(Bloom|Mpt)Attention$", "positions as biases of attention scores (ALiBi)"),
-    ("^DbrxExperts$", "experts outside of transformers' ExpertsInterface"),
+    ("^(Dbrx|LongcatFlash)Experts$", "experts outside of transformers' ExpertsInterface"),
+    ("^LongcatFlashDecoderLayer$", "layers that attend twice"),
     ("^Conv1d$", "convolutions over tokens"),
 )
 # Config fields for the number of times that layers run.
@@ -74,7 +75,6 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
         "positions that are counted from the token ids": not encodes and any(hasattr(m, _COUNTS) for m in modules),
         "chunked attention": "chunked_attention" in (value("layer_types") or ()),
         "layers that run several times": any((value(name) or 1) > 1 for name in _CYCLES),
-        "multi-head latent attention": value("kv_lora_rank"),
         "keys and values shared between layers": value("num_kv_shared_layers") or "Assistant" in type(config).__name__,
         "attention to another sequence": value("cross_attention_layers"),
         "an encoder": config.is_encoder_decoder or value("encoder_layers"),

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from compiled_engine.config import RowState
+from compiled_engine.models.foreign.latents import Expansion, expansions_recorded, latent_dim_of
 from compiled_engine.models.foreign.recurrence import (
     ACTIVATIONS,
     functions_used,
@@ -56,12 +57,13 @@ class LayerAttention:
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys or of values, whichever are larger
     # Visible keys per query, its own included; None: all. Without causal: keys on each side.
     sliding_window: int | None
     soft_cap: float  # 0: none
     sinks: bool
     causal: bool = True  # a query sees no later keys
+    latent_dim: int = 0  # see HeadShape
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -109,6 +111,7 @@ class _Observer(TorchDispatchMode):
         self.layer: int | None = None
         self.ops: dict[int, list[Any]] = {}
         self.in_tuple = False
+        self.expansions: dict[nn.Module, Expansion] = {}
         self._records = True
         self._kept: list[torch.Tensor] = []
         self._origin: dict[int, tuple[int | None, Any]] = {}
@@ -174,20 +177,26 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
         if not found:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
+            raise UnsupportedModelError("its heads of q and k differ in size, or those of k and v in number")
         self._records = False  # evaluating the mask is not part of the layer
         window, causal = found[0].sight
+        latent_dim = 0
+        if causal and window is None and not softcap and s_aux is None:
+            latent_dim = latent_dim_of(module, self.expansions.get(module), key, value)
         self._records = True
         if is_causal is not None and is_causal != causal:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
         self.modules[layer] = module
+        num_kv_heads, head_dim = key.shape[1], max(key.shape[-1], value.shape[-1])
+        if latent_dim:
+            num_kv_heads, head_dim = 1, latent_dim + self.expansions[module].rotated.shape[-1]
         self.calls[layer] = LayerAttention(
-            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None, causal
+            query.shape[1], num_kv_heads, head_dim, window, softcap or 0.0, s_aux is not None, causal, latent_dim
         )
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 class _Recurrences:
@@ -278,7 +287,13 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if has_recurrent_family(model) else "meta")
     try:
         options = {} if encodes else {"use_cache": False}
-        with torch.no_grad(), functions_used(model, recurrences), _watched(observer, layers), observer:
+        with (
+            torch.no_grad(),
+            functions_used(model, recurrences),
+            expansions_recorded(model) as observer.expansions,
+            _watched(observer, layers),
+            observer,
+        ):
             model(input_ids=ids, position_ids=ids.clone(), attention_mask=mask, **options)
     finally:
         config._attn_implementation = before

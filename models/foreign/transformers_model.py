@@ -34,6 +34,7 @@ from compiled_engine.models.foreign.description import (
 )
 from compiled_engine.models.foreign.encoder import Encoder, make_encoder
 from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
+from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
@@ -400,6 +401,10 @@ def _adapt(model: Any, observation: Observation) -> None:
             module.__class__ = _mixed(TextAngles, type(module))
         if hasattr(module, "fix_query_key_value_ordering"):
             module.__class__ = _mixed(OrderedHeads, type(module))
+    attending = [layer for layer in observation.attention if layer.num_heads]
+    for module, layer in zip(observation.modules, attending, strict=True):
+        if layer.latent_dim:
+            module.__class__ = _mixed(LatentAttention, type(module))
     use_functions(model, StepFunctions(step))
     by_length = any(isinstance(module, RotaryByLength) for module in model.modules())
     model.other_inputs = (*["angle_lengths_T"] * by_length, *["rows_R"] * bool(observation.states))

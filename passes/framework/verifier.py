@@ -248,17 +248,20 @@ def _widened(value: Any) -> Any:
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
     """Return None if `found` is about as close to the oracle as `expected`, row by row; otherwise the problem, as text.
 
-    Shapes and dtypes must be equal, and so must the elements of tensors that are not floating-point.
+    Shapes and dtypes must be equal, and so must infinite elements and those of tensors that are not floating-point.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
     if not expected.is_floating_point() or not expected.numel():
         return None if torch.equal(expected, found) else "has other elements"
-    rows = [t.float().reshape(-1, t.shape[-1]) for t in (expected, oracle, found)]
+    width = expected.shape[-1] if expected.dim() else 1
+    rows = [t.float().reshape(-1, width) for t in (expected, oracle, found)]
+    alike = rows[0].isinf() & (rows[0] == rows[1]) & (rows[0] == rows[2])  # such as scores of experts that are left out
+    rows = [row.masked_fill(alike, 0.0) for row in rows]
     error_before, error_after = ((row - rows[1]).abs().amax(-1) for row in (rows[0], rows[2]))
     ulps = ULPS[expected.dtype] * torch.finfo(expected.dtype).eps
     largest = rows[1].abs().amax(-1)
-    if expected.shape[-1] < NARROW:
+    if width < NARROW:
         largest = torch.maximum(largest, largest.mean())
     allowed = FACTOR * error_before + ulps * largest
     bad = ~(error_after <= allowed)  # also where it is NaN

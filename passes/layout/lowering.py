@@ -18,6 +18,7 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.matching import (
     arg,
     aten,
+    emit,
     emit_named,
     factors,
     fake_mode_of,
@@ -26,6 +27,7 @@ from compiled_engine.passes.framework.matching import (
     only_user,
 )
 from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
+from compiled_engine.passes.layout.complex_numbers import ComplexNumbers, has_complex_value
 from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
 from compiled_engine.recurrence.op import VALUES
@@ -118,7 +120,10 @@ class ForeignAttention(GraphPass):
         for value, op in ((ATTENTION_VALUE, ATTENTION), (ATTEND_PACKED_VALUE, ATTEND_PACKED)):
             for node in graph.find_nodes(op="call_function", target=value):
                 with graph.inserting_before(node):
-                    out = _buffer_like(graph, arg(node, 0))
+                    like, head_dim = arg(node, 0), node.meta["val"].shape[-1]
+                    if like.meta["val"].shape[-1] != head_dim:  # the cache has latent rows
+                        like = emit(graph, aten.slice.Tensor, like, -1, 0, head_dim)
+                    out = _buffer_like(graph, like)
                     emit_named(graph, op, named(node) | {"out_THd": out})
                 node.replace_all_uses_with(out)
                 graph.erase_node(node)
@@ -164,7 +169,7 @@ def _buffer_like(graph: fx.Graph, given: fx.Node) -> fx.Node:
 
 # The ops that these passes replace only stand in for others in a trace. They cannot be executed, nor verified.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(), Recurrences())
-_THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
+_THEN: tuple[GraphPass, ...] = (ComplexNumbers(), NormaliseLayout(), FoldParameters())
 
 
 def lower(
@@ -174,10 +179,14 @@ def lower(
 
     strict, verify and the errors raised are those of `run_passes`.
     """
-    recurs = any(node.target in VALUES for node in graph.nodes)
+    unneeded: set[type[GraphPass]] = set()
+    if not any(node.target in VALUES for node in graph.nodes):
+        unneeded.add(Recurrences)
+    if not any(map(has_complex_value, graph.nodes)):
+        unneeded.add(ComplexNumbers)
     reports: tuple[PassReport, ...] = ()
     for every, verified in ((_FIRST, False), (_THEN, verify)):
-        passes = [graph_pass for graph_pass in every if not isinstance(graph_pass, Recurrences) or recurs]
+        passes = [graph_pass for graph_pass in every if type(graph_pass) not in unneeded]
         names = [graph_pass.name for graph_pass in passes]
         reports += run_passes(graph, passes, names, compile_range, device, strict=strict, verify=verified)
     return reports

@@ -20,7 +20,7 @@ from torch import fx
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.framework.matching import fake_mode_of
+from compiled_engine.passes.framework.matching import aten, fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
@@ -38,10 +38,13 @@ class Quantise(GraphPass):
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each weight matrix that the rules name, except matrices that are embeddings too."""
+        """Expect a match for each weight matrix that the rules name.
+
+        Embeddings are excepted, and matrices of which the graph reads parts (latent attention). They are decoded.
+        """
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
-        return sum(not is_looked_up(weight) for weight in weights)
+        return sum(not is_looked_up(weight) and not is_read_in_parts(weight) for weight in weights)
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements: list[Replacement] = []
@@ -112,6 +115,11 @@ def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
 def is_looked_up(weight: fx.Node) -> bool:
     """Return whether an embedding reads the parameter, as it does if embeddings are tied."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
+
+
+def is_read_in_parts(weight: fx.Node) -> bool:
+    """Return whether a view of the parameter is read, where a linear reads its rows and columns."""
+    return any(user.target is aten.view.default for user in weight.users)
 
 
 _EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)

@@ -110,6 +110,7 @@ PERTURBED: dict[str, Any] = {
     "model.mlp_bias": True,
     "model.sliding_windows": (8,),
     "model.layer_heads": (HeadShape(4, 1, 16),),
+    "model.latent_dim": 8,
     "model.attention_scale": 0.5,
     "model.attention_soft_cap": 50.0,
     "model.attention_sinks": True,

@@ -191,8 +191,8 @@ def test_angles_that_depend_on_the_length_in_some_layers_alone_are_refused(tmp_p
             ("MyForCausalLM", "auto_map", "never executed"),
         ),
         (
-            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"} | SMALL_DEEPSEEK,
-            ("DeepseekV3ForCausalLM", "latent"),
+            {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"} | SMALL_DEEPSEEK,
+            ("DeepseekV32ForCausalLM", "sparse attention by an index"),
         ),
         (
             {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32},

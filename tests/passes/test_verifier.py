@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -342,3 +343,15 @@ def test_other_kinds_of_values() -> None:
     assert difference(row, row, row[:7]) == "is torch.float32[7] instead of torch.float32[8]"
     assert "nan" in (difference(row, row, row * float("nan")) or "")
     assert difference(torch.tensor([[1.0]]), torch.tensor([[1.0]]), torch.tensor([[1.0]])) is None
+    assert difference(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0)) is None
+    assert difference(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.1)) is not None
+
+
+def test_infinite_elements_must_be_equal() -> None:
+    """Scores of experts that are left out are infinite; the others of their row are compared."""
+    row = torch.tensor([[1.0, -math.inf, 2.0, math.inf, 3.0, 4.0, 5.0, 6.0]])
+    assert difference(row, row, row.clone()) is None
+    for place, value in ((1, math.inf), (1, 0.0), (1, math.nan), (2, -math.inf), (2, 2.1)):
+        found = row.clone()
+        found[0, place] = value
+        assert difference(row, row, found) is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import family, write_checkpoint
 from family_comparison import difference_after_passes, difference_of, fused_model
+from greedy_engines import PROMPTS, SMALL, expected_in_company, generated, greedy
 
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.llm import LLM
@@ -20,8 +21,6 @@ FAMILIES = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
 )
-PROMPTS = [[7, 8, 9], list(range(20, 65)), [3], list(range(90, 107)), [5, 5, 5, 5]]
-SMALL: dict[str, Any] = {"device": "cpu", "progress": False, "max_model_len": 80, "dtype": "float32"}
 
 
 # One of each kind, the second of which is compiled; of the others one runs without --all.
@@ -78,32 +77,12 @@ def test_logprobs_after_all_passes_are_those_of_transformers(name: str, tmp_path
     assert reports["fold_parameters"].matches >= folded
 
 
-def greedy(oracle: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    for _ in range(count):
-        ids = torch.cat((ids, oracle(ids).logits[:, -1:].argmax(-1)), 1)
-    return ids[0, len(prompt) :].tolist()
-
-
-def generated(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    params = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
-    with LLM(folder, **SMALL | options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-        return [list(output.outputs[0].token_ids) for output in outputs], llm.metrics()
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_tokens_are_transformers_whatever_runs_beside_them(matrices: tuple[Path, Any]) -> None:
     folder, oracle = matrices
-    expected = [greedy(oracle, prompt, 12) for prompt in PROMPTS]
+    expected = expected_in_company(folder, oracle)
     whole, _ = generated(folder, mode="eager", max_num_seqs=5)
     assert whole == expected
-    chunked, _ = generated(folder, mode="eager", max_num_seqs=2, max_num_batched_tokens=7)
-    assert chunked == expected
-    few_blocks = {"num_blocks": 24, "block_size": 4}
-    preempted, metrics = generated(folder, mode="eager", max_num_seqs=5, async_scheduling=True, **few_blocks)
-    assert preempted == expected
-    assert metrics["preemptions"] > 0
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -115,7 +94,7 @@ def test_a_request_that_is_given_up_leaves_nothing_to_the_next_in_its_row(matric
         next(stream)
         stream.close()
         (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params)
-    assert list(output.outputs[0].token_ids) == greedy(oracle, PROMPTS[0], 12)
+    assert list(output.outputs[0].token_ids) == greedy(oracle, PROMPTS[0])
 
 
 def test_the_key_has_the_states_and_their_rows(delta_net: tuple[Path, Any], tmp_path: Path) -> None:

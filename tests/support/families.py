@@ -73,6 +73,7 @@ _SHORT_YARN = {
 }
 # Queries are scaled from the fifth token on.
 _SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 4}
+_LATENT_YARN = _SHORT_YARN | {"mscale": 0.8, "mscale_all_dim": 0.7}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _GEMMA4 = _WINDOWS | {"global_head_dim": 64, "pad_token_id": 0}
 _GEMMA3 = _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}
@@ -102,6 +103,11 @@ _NEMOTRON = {
 _SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_chunk_size": 8}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+# Multi-head latent attention, whose keys have more elements than its values.
+_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+_LATENT |= {"num_key_value_heads": 4}
+_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+_GROUPS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5} | _NARROW
 # Encoders that can be told to attend to earlier tokens alone.
 _DECODING_ENCODERS = ("bert", "bert-generation", "electra", "ernie", "roc_bert")
 # Without a scale of their own the scores of these are so large that roundings decide.
@@ -210,6 +216,16 @@ FAMILIES: tuple[Family, ...] = (
     Family("modernbert-decoder", dict.fromkeys(_TOKENS, 0), _NO_HEADS),
     *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in _DECODING_ENCODERS),
     *(Family(name) for name in _PLAIN),
+    Family(
+        "deepseek_v2",
+        _LATENT
+        | _GROUPS
+        | {"topk_method": "group_limited_greedy", "q_lora_rank": None, "rope_parameters": _LATENT_YARN},
+        ("head_dim",),
+    ),
+    Family("deepseek_v3", _LATENT | _GROUPS | {"rope_parameters": _LATENT_YARN}, ("head_dim",)),
+    *(Family(name, _LATENT | _GROUPS, ("head_dim",)) for name in ("sarvam_mla", "glm4_moe_lite", "axk1")),
+    *(Family(name, _LATENT, ("head_dim",)) for name in ("minicpm3", "youtu")),
 )
 # Text models within multimodal ones, whose other parts stay unread.
 WRAPPERS: tuple[Family, ...] = (

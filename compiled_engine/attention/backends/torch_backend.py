@@ -12,10 +12,11 @@ import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from compiled_engine.attention.backend import AttentionBackend
+from compiled_engine.attention.backends.torch_latents import attend_latents, write_latents
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.kv_codes import decoded, encode, planes, scale_of
-from compiled_engine.kv_format import head_dim_of, is_coded
+from compiled_engine.kv_format import head_dim_of, holds_latents, is_coded
 
 # Keys gathered at a time for a group of decodes: on a CPU they should fit into its cache, on a GPU launches should be
 # few.
@@ -36,6 +37,9 @@ class TorchBackend(AttentionBackend):
         if case.packed:
             case.require_packed()
             return Support(GraphSupport.NEVER)
+        if case.latent_dim:
+            case.require_latent()
+            return Support(GraphSupport.NEVER)
         case.require_paged()
         # On CUDA decodes do not wait for device data.
         return Support(GraphSupport.UNIFORM_DECODE)
@@ -48,6 +52,9 @@ class TorchBackend(AttentionBackend):
         slot_mapping_T: torch.Tensor,
         kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
+        if holds_latents(kv_cache_N2PKd):
+            write_latents(k_TKd, kv_cache_N2PKd, slot_mapping_T)
+            return
         on_cpu = slot_mapping_T.device.type == "cpu"
         write = write_kv_waiting if on_cpu else write_kv_without_waiting
         write(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
@@ -60,6 +67,9 @@ class TorchBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
+        if holds_latents(kv_cache_N2PKd):
+            attend_latents(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring.scale)
+            return
         num_decodes, _, longest = inputs.host_3.tolist()
         if num_decodes:
             _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scoring)

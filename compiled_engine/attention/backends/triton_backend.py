@@ -30,16 +30,17 @@ from compiled_engine.attention.backends.kernel_choice import (
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
+from compiled_engine.attention.backends.triton_latents import attend_latents, require_sizes, write_latents
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
-from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
+from compiled_engine.attention.case import AttentionCase, GraphSupport, KVFormat, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
-from compiled_engine.kv_format import is_coded
+from compiled_engine.kv_format import holds_latents, is_coded
 
 # Shared memory of a thread block in bytes that the largest tiles need; on Hopper, which has more, they use more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -70,13 +71,22 @@ class TritonBackend:
             device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
             memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
             require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
-        cache = None if case.packed else case.require_paged()
+        if case.latent_dim:
+            cache: KVFormat | None = case.require_latent()
+            require_sizes(case)
+        else:
+            cache = None if case.packed else case.require_paged()
         if cache is not None and cache.dtype is torch.float8_e4m3fn and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
             require(capability >= FP8_CAPABILITY, "kv_cache_dtype", cache.dtype, "others below compute capability 8.9")
         # Triton's interpreter multiplies matrices of bfloat16 wrongly.
         dtypes = DTYPES if case.device == "cuda" else DTYPES_INTERPRETED
         require(case.dtype in dtypes, "dtype", case.dtype, names_of(dtypes))
+        if cache is not None:
+            blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
+            require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
+        if case.latent_dim:
+            return Support(GraphSupport.ALWAYS)
         head_dims = f"multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
         fits = case.head_dim % HEAD_DIM_MULTIPLE == 0 and MIN_HEAD_DIM <= case.head_dim <= MAX_HEAD_DIM
         require(fits, "head_dim", case.head_dim, head_dims)
@@ -85,8 +95,6 @@ class TritonBackend:
         if cache is None:
             case.require_packed()
             return Support(GraphSupport.ALWAYS)
-        blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
-        require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
         device = torch.device(case.device)
         layer = layer_facts(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, cache.dtype, device)
         in_one_tile = not is_coded(cache.dtype) and fits_one_tile(2, case.group)
@@ -97,13 +105,13 @@ class TritonBackend:
         )
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        if case.packed:
+        if case.packed or case.latent_dim:
             return 0
         queries = SMALLEST_ROWS // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        if case.packed:
+        if case.packed or case.latent_dim:
             return
         batch = BatchFacts.of(inputs.sizes, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
         if batch.listed:
@@ -119,6 +127,10 @@ class TritonBackend:
         slot_mapping_T: torch.Tensor,
         kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
+        if holds_latents(kv_cache_N2PKd):
+            require_dense(kv_cache_N2PKd, row_T1w=k_TKd)
+            write_latents(k_TKd, kv_cache_N2PKd, slot_mapping_T)
+            return
         require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
         early = dependent_launch(k_TKd.device)["DEPENDENT_LAUNCH"]
         write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, early)
@@ -132,6 +144,9 @@ class TritonBackend:
         scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
+        if holds_latents(kv_cache_N2PKd):
+            attend_latents(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
+            return
         layer, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window)
         match plan:
             case Plan(Kernel.LISTED_DECODE):

@@ -17,6 +17,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.signature import ADAPTED_LOGITS, FORWARD, LOGITS
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.models.checkpoint.build_model import shards_of
+from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.linear.adapter_add import adapter_add
 from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, RANKS, slots_of
@@ -81,10 +82,12 @@ class EagerAdapters:
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the name and module of each linear that processes tokens.
 
-    The linears of a pooler's head are left out, since they process pooled vectors.
+    The linears of a pooler's head are left out, since they process pooled vectors, and those of which latent attention
+    reads the weights alone.
     """
     heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
-    of_heads = {id(module) for head in heads for module in head.modules()}
+    others = {id(module) for head in heads for module in head.modules()}
+    others |= {id(module.kv_b_proj) for module in model.modules() if isinstance(module, LatentAttention)}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and id(module) not in of_heads:
+        if isinstance(module, nn.Linear) and id(module) not in others:
             yield name, module

@@ -1,0 +1,335 @@
+"""Triton kernels for a cache of latent rows: storing rows, and attention of all query heads to the same rows.
+
+A row [w] is the key of all heads; its first r elements are their value. The rows of a tile are queries times heads of
+a request, so a tile of row keys is read once for many heads. The keys of requests with one query are split among
+programs; a second kernel combines the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, Splits, plan_splits
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
+from compiled_engine.attention.backends.kernel_choice import num_multiprocessors
+from compiled_engine.attention.backends.triton_combine import Partials, combined, store_partials
+from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, normalised, scales, weigh
+from compiled_engine.attention.backends.work_list import split_length
+from compiled_engine.attention.case import AttentionCase, require
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.kernels.launch_arguments import next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+
+# Largest latent, for whose sum a program has registers, and largest part of a row after it.
+MAX_LATENT, MAX_ROTATED = 512, 128
+MULTIPLE = 8
+# See kernel_arguments.
+NUMBERS = [*STEP_NUMBERS, "row_token_stride", "num_splits"]
+TENSORS = [*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr"]
+# Memory of the partial results of a step: latents are so long that as many splits as for other decodes may take more.
+MOST_PARTIAL_BYTES = 128 << 20
+SMALLEST_TILE = 16  # of a matrix product
+
+
+class LatentTiles(NamedTuple):
+    """Rows (queries times heads) and keys of a tile, and the options with which the kernel is launched."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_tiles(num_heads: int, element_size: int) -> LatentTiles:
+    """Return tiles for which the shared memory and registers of every supported GPU suffice."""
+    if element_size == 4:
+        return LatentTiles(SMALLEST_TILE, 16, 4, 2)
+    rows = min(32, max(SMALLEST_TILE, next_power_of_2(num_heads)))
+    return LatentTiles(rows, 32, rows // 4, 2)
+
+
+def latent_splits(num_requests: int, num_heads: int, latent_dim: int, max_seq_len: int, like: torch.Tensor) -> Splits:
+    """Return the splits of requests with one query, of which partial results take at most MOST_PARTIAL_BYTES.
+
+    max_seq_len: see plan_splits. like: a tensor with the device and the dtype of queries.
+    """
+    programs = -(-num_heads // latent_tiles(num_heads, like.element_size()).rows)
+    splits = plan_splits(num_requests, programs, max_seq_len, num_multiprocessors(like.device))
+    most = MOST_PARTIAL_BYTES // (num_requests * num_heads * latent_dim * torch.float32.itemsize)
+    return replace(splits, count=max(1, min(splits.count, most)))
+
+
+def require_sizes(case: AttentionCase) -> None:
+    """Raise Refused unless the kernels have tiles for the sizes of a case of latent rows."""
+    rotated = case.head_dim - case.latent_dim
+    for name, size, most in (("latent_dim", case.latent_dim, MAX_LATENT), ("rotated elements", rotated, MAX_ROTATED)):
+        require(0 < size <= most and size % MULTIPLE == 0, name, size, f"multiples of {MULTIPLE} up to {most}")
+
+
+@quick_launches
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
+def write_latents_kernel(
+    row_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    row_token_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    TILE_W: tl.constexpr,
+) -> None:
+    """Store rows in the cache. Program `token` stores that token's row; nothing if its slot is negative.
+
+    row_ptr: [T, 1, WIDTH]. cache_ptr: [N, 1, P, 1, WIDTH]. slot_mapping_ptr: int64 [T].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    w_W = tl.arange(0, TILE_W)
+    row_W = tl.load(row_ptr + tl.multiple_of(token * row_token_stride, 8) + w_W, mask=w_W < WIDTH)
+    tl.store(cache_ptr + slot * WIDTH + w_W, row_W, mask=w_W < WIDTH)
+
+
+@triton.jit
+def request_of(
+    query_start_loc_ptr: tl.tensor,
+    num_requests: tl.tensor,
+    tile: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    TILE_M: tl.constexpr,
+) -> tl.tensor:
+    """Return the request of a tile. The tiles of request i begin with number start * NUM_HEADS // TILE_M + i."""
+    low = tile * 0
+    above = low + num_requests
+    while above - low > 1:
+        middle = (low + above) // 2
+        first_tile = tl.load(query_start_loc_ptr + middle) * NUM_HEADS // TILE_M + middle
+        low = tl.where(first_tile <= tile, middle, low)
+        above = tl.where(first_tile <= tile, above, middle)
+    return low
+
+
+@quick_launches
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
+def attend_latents_kernel(
+    q_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    num_requests: tl.tensor,
+    table_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_keys: tl.tensor,
+    Q_HEAD_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_P: tl.constexpr,
+    GRAIN: tl.constexpr,
+) -> None:
+    """Compute attention to latent rows. Program (tile number, split) computes up to TILE_M rows of a request.
+
+    A row of a tile is a query of the request and one of its heads. Programs whose tile number or split is unused return
+    at once. The keys of a request with one query are split; a lone split writes the result to out, others store partial
+    results. Rows of a request with seq_len 0 (padding) get zeros.
+
+    q_ptr: [T, H, WIDTH]; out_ptr: [T, H, LATENT]; cache_ptr: [N, 1, P, 1, WIDTH]. partial_ptr, partial_max_ptr,
+    partial_sum_ptr: see Partials, by request. query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    TILE_R, TILE_P: LATENT and WIDTH - LATENT, rounded up to powers of two.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    request = request_of(query_start_loc_ptr, num_requests, tile, NUM_HEADS, TILE_M)
+    start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - start
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_row = (tile - start * NUM_HEADS // TILE_M - request) * TILE_M
+    last_query = tl.minimum((first_row + TILE_M - 1) // NUM_HEADS, query_len - 1)
+    length = split_length(seq_len, num_splits, min_keys, GRAIN)
+    is_split = (query_len == 1) & (length < seq_len)
+    first_key = tl.where(is_split, split * length, 0)
+    end_key = tl.minimum(seq_len - query_len + last_query + 1, seq_len)
+    end_key = tl.where(is_split, tl.minimum(first_key + length, seq_len), end_key)
+    if (first_row >= query_len * NUM_HEADS) | ((split > 0) & ((query_len > 1) | (split * length >= seq_len))):
+        return
+
+    rows_M = first_row + tl.arange(0, TILE_M)
+    mask_M = rows_M < query_len * NUM_HEADS
+    queries_M = rows_M // NUM_HEADS
+    heads_M = rows_M % NUM_HEADS
+    positions_M = seq_len - query_len + queries_M
+    r_R = tl.arange(0, TILE_R)
+    p_P = tl.arange(0, TILE_P)
+    of_latent_R = r_R < LATENT
+    of_rotated_P = p_P < WIDTH - LATENT
+    tokens_M = (start + queries_M).to(tl.int64)
+    q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
+    q_MR = tl.load(q_ptr + q_rows_M[:, None] + r_R[None, :], mask=mask_M[:, None] & of_latent_R[None, :], other=0.0)
+    q_MP = tl.load(
+        q_ptr + q_rows_M[:, None] + LATENT + p_P[None, :], mask=mask_M[:, None] & of_rotated_P[None, :], other=0.0
+    )
+    table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
+    n_N = tl.arange(0, TILE_N)
+    acc_MR = tl.zeros([TILE_M, TILE_R], tl.float32)
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    sum_M = tl.zeros([TILE_M], tl.float32)
+    for key in range(first_key, end_key, TILE_N):
+        keys_N = key + n_N
+        stored_N = keys_N < end_key
+        slots_N = blocks_of(table_ptr, keys_N, end_key, BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + keys_N % BLOCK_SIZE
+        row_ptr_N = cache_ptr + tl.multiple_of(slots_N * WIDTH, 8)
+        # Slots without a key may hold anything: their weight is zero, but zero times NaN is none.
+        latent_NR = tl.load(row_ptr_N[:, None] + r_R[None, :], mask=stored_N[:, None] & of_latent_R[None, :], other=0.0)
+        rotated_NP = tl.load(
+            row_ptr_N[:, None] + LATENT + p_P[None, :], mask=stored_N[:, None] & of_rotated_P[None, :], other=0.0
+        )
+        scores_MN = tl.dot(q_MR, tl.trans(latent_NR), input_precision="ieee")
+        scores_MN = tl.dot(q_MP, tl.trans(rotated_NP), scores_MN, input_precision="ieee")
+        seen_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
+        weights_MN, rescale_M, max_M = weigh(tl.where(seen_MN, scores_MN, float("-inf")), max_M, scale_log2)
+        sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
+        weights_MN = weights_MN.to(latent_NR.dtype)
+        acc_MR = tl.dot(weights_MN, latent_NR, acc_MR * rescale_M[:, None], input_precision="ieee")
+    if is_split:
+        partials_M = (request.to(tl.int64) * NUM_HEADS + heads_M) * num_splits + split
+        partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+        store_partials(*partials, partials_M, mask_M, acc_MR, max_M, sum_M, LATENT, TILE_R)
+    else:
+        out_MR = normalised(acc_MR, max_M, sum_M, None, heads_M, mask_M, scale_log2)
+        out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
+        mask_MR = mask_M[:, None] & of_latent_R[None, :]
+        tl.store(out_ptr + out_rows_M[:, None] + r_R[None, :], out_MR.to(out_ptr.dtype.element_ty), mask=mask_MR)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
+def combine_latents_kernel(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    out_token_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_keys: tl.tensor,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    LATENT: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_R: tl.constexpr,
+    GRAIN: tl.constexpr,
+) -> None:
+    """Combine partial results. Program (head, request) writes the result of a head if the request's keys were split.
+
+    The arguments are those of attend_latents_kernel. TILE_S: num_splits rounded up to a power of two.
+    """
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - start
+    num_keys = tl.load(seq_lens_ptr + request)
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    if (query_len != 1) | (length >= num_keys):
+        return
+    splits_S = tl.arange(0, TILE_S)
+    written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
+    partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
+    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+    out_R = combined(*partials, partials_S, written_S, None, head, scale_log2, LATENT, TILE_R, "")
+    r_R = tl.arange(0, TILE_R)
+    out_row_ptr = out_ptr + tl.multiple_of(start.to(tl.int64) * out_token_stride, 8) + head * OUT_HEAD_STRIDE
+    tl.store(out_row_ptr + r_R, out_R.to(out_ptr.dtype.element_ty), mask=r_R < LATENT)
+
+
+def write_latents(row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
+    """Store rows, [T, 1, w] with w contiguous, at the slots of the cache. slot_mapping_T: int64; -1 stores nothing."""
+    num_tokens, _, width = row_T1w.shape
+    write_latents_kernel[(num_tokens,)](
+        row_T1w,
+        cache_N1P1w,
+        slot_mapping_T,
+        row_T1w.stride(0),
+        WIDTH=width,
+        TILE_W=next_power_of_2(width),
+        num_warps=2,
+    )
+
+
+def attend_latents(
+    q_THw: torch.Tensor, cache_N1P1w: torch.Tensor, out_THr: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
+) -> None:
+    """Write causal attention over the cache to `out_THr`, [T, H, r]. q_THw, out_THr: last dimension contiguous.
+
+    The launches depend on shapes and the host's bound of the contexts alone. The inputs must not have keys_ahead_T.
+    """
+    assert inputs.keys_ahead_T is None
+    num_tokens, num_heads, width = q_THw.shape
+    latent_dim, num_requests = out_THr.shape[2], inputs.seq_lens_R.shape[0]
+    tiles = latent_tiles(num_heads, q_THw.element_size())
+    splits = latent_splits(num_requests, num_heads, latent_dim, inputs.sizes[4], q_THw)
+    partials = Partials.of(out_THr, num_requests, splits.count)
+    shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": out_THr.stride(1), "GRAIN": GRAIN}
+    tile_r = max(SMALLEST_TILE, next_power_of_2(latent_dim))
+    scale_log2 = scales(scoring)[0]
+    attend_latents_kernel[(num_tokens * num_heads // tiles.rows + num_requests, splits.count)](
+        q_THw,
+        cache_N1P1w,
+        out_THr,
+        *partials,
+        inputs.query_start_loc_R1,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        scale_log2,
+        num_requests,
+        inputs.block_table_RB.stride(0),
+        q_THw.stride(0),
+        out_THr.stride(0),
+        splits.count,
+        splits.min_keys,
+        Q_HEAD_STRIDE=q_THw.stride(1),
+        NUM_HEADS=num_heads,
+        BLOCK_SIZE=cache_N1P1w.shape[2],
+        WIDTH=width,
+        TILE_M=tiles.rows,
+        TILE_N=tiles.keys,
+        TILE_R=tile_r,
+        TILE_P=max(SMALLEST_TILE, next_power_of_2(width - latent_dim)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+        **shared,
+    )
+    if splits.count > 1:
+        combine_latents_kernel[(num_heads, num_requests)](
+            *partials,
+            out_THr,
+            inputs.query_start_loc_R1,
+            inputs.seq_lens_R,
+            scale_log2,
+            out_THr.stride(0),
+            splits.count,
+            splits.min_keys,
+            TILE_S=next_power_of_2(splits.count),
+            TILE_R=tile_r,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **shared,
+        )

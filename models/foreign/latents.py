@@ -1,0 +1,128 @@
+"""Multi-head latent attention: keys and values of all heads are linear in one latent row for each token.
+
+A key of head h is (W_h c, p): c is the token's latent, p a rotated part that all heads share. A value is V_h c. With a
+query (q, r) the score is q W_h c + r p, so queries (q W_h, r) can attend to rows (c, p), and V_h maps the weighted sum
+of the c to that of the values (DeepSeek-AI 2024, DeepSeek-V2). The cache then holds one row for each token, where keys
+and values would take a hundred times as much, and no key or value is ever computed.
+
+transformers' modules expand rows in their method `expand_kv`; here it leaves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_METHOD = "expand_kv"
+
+
+class LatentAttention:
+    """Mixin for an attention module that expands latents: its keys are the rows, its values their beginnings."""
+
+    kv_b_proj: nn.Linear  # from latents to the heads' keys, without the rotated part, and values
+    qk_nope_head_dim: int
+
+    def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows [1, 1, T, r + p] and latents [1, 1, T, r], from latents and rotated parts [1, 1, T, p]."""
+        return torch.cat((kv_nope, k_rot), dim=-1), kv_nope
+
+    def queries_of_rows(self, q_THd: torch.Tensor) -> torch.Tensor:
+        """Return the queries [T, H, r + p] whose products with rows are those of q with the expanded keys."""
+        to_keys_Hnr, _ = self._weights(q_THd.shape[1])
+        q_THn, rotated_THp = q_THd.tensor_split((self.qk_nope_head_dim,), dim=-1)
+        q_HTr = torch.bmm(q_THn.transpose(0, 1), to_keys_Hnr)
+        return torch.cat((q_HTr.transpose(0, 1), rotated_THp), dim=-1)
+
+    def values_of(self, latents_THr: torch.Tensor) -> torch.Tensor:
+        """Return the values [T, H, v] that the heads expand from latents."""
+        _, to_values_Hvr = self._weights(latents_THr.shape[1])
+        return torch.bmm(latents_THr.transpose(0, 1), to_values_Hvr.transpose(1, 2)).transpose(0, 1)
+
+    def _weights(self, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_Hdr = self.kv_b_proj.weight.view(num_heads, -1, self.kv_b_proj.weight.shape[1])
+        return weight_Hdr[:, : self.qk_nope_head_dim], weight_Hdr[:, self.qk_nope_head_dim :]
+
+
+class Expansion(NamedTuple):
+    """Arguments and results of a call of `expand_kv`."""
+
+    latents: torch.Tensor
+    rotated: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@contextmanager
+def expansions_recorded(model: nn.Module) -> Iterator[dict[nn.Module, Expansion]]:
+    """Record the last expansion of each module, by module, inside a `with` block."""
+    found: dict[nn.Module, Expansion] = {}
+    modules = [module for module in model.modules() if hasattr(module, _METHOD)]
+
+    def record(module: Any) -> None:
+        expand = module.expand_kv
+
+        def expanded(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = expand(latents, rotated)
+            found[module] = Expansion(latents, rotated, keys, values)
+            return keys, values
+
+        module.expand_kv = expanded
+
+    for each in modules:
+        record(each)
+    try:
+        yield found
+    finally:
+        for each in modules:
+            del each.expand_kv
+
+
+def latent_dim_of(module: Any, expansion: Expansion | None, keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Return the size of a module's latents if LatentAttention computes its attention; 0 if not.
+
+    expansion: the module's last one. keys, values: of its attention, which must be those of the expansion.
+    """
+    if expansion is None or expansion.keys is not keys or expansion.values is not values:
+        return 0
+    linear, latent_dim = getattr(module, "kv_b_proj", None), expansion.latents.shape[-1]
+    if type(linear) is not nn.Linear or linear.bias is not None or linear.weight.shape[1] != latent_dim:
+        return 0
+    if not expansion.latents.shape[:2] == expansion.rotated.shape[:2] == (1, 1):
+        return 0
+    own = keys.shape[-1] - expansion.rotated.shape[-1]
+    sizes = keys.shape[1] * (own + values.shape[-1]), own
+    if sizes != (linear.weight.shape[0], getattr(module, "qk_nope_head_dim", None)):
+        return 0
+    return latent_dim if _expands_linearly(type(module)) else 0
+
+
+def _expands_linearly(module_class: Any) -> bool:
+    """Return whether the class's `expand_kv` computes keys and values as this module's docstring has them.
+
+    The method runs on a module of small sizes, with whole numbers, so that results are exact.
+    """
+    heads, own, shared, value, latent, tokens = 2, 3, 2, 5, 4, 3
+    weight_Hdr = torch.arange(heads * (own + value) * latent, dtype=torch.float32, device="cpu")
+    weight_Hdr = weight_Hdr.view(heads, own + value, latent) % 7
+    latents_Tr, rotated_Tp = (
+        torch.arange(tokens * size, dtype=torch.float32, device="cpu").view(tokens, size) % 5
+        for size in (latent, shared)
+    )
+    small = SimpleNamespace(
+        kv_b_proj=lambda x: x @ weight_Hdr.flatten(0, 1).t(),
+        qk_nope_head_dim=own,
+        qk_rope_head_dim=shared,
+        v_head_dim=value,
+    )
+    keys_HTd, values_HTv = (latents_Tr @ part.transpose(1, 2) for part in weight_Hdr.split([own, value], dim=1))
+    keys_HTd = torch.cat((keys_HTd, rotated_Tp.expand(heads, -1, -1)), dim=-1)
+    try:
+        found = module_class.expand_kv(small, latents_Tr[None, None], rotated_Tp[None, None])
+        return all(map(torch.equal, found, (keys_HTd[None], values_HTv[None])))
+    except Exception:  # another method may need anything else
+        return False

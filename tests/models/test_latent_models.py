@@ -1,0 +1,109 @@
+"""Models with multi-head latent attention: right in chunks, beside others, preempted, with drafts, and on two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_folders import assert_is_of, make_adapter, merge
+from families import family, write_checkpoint
+from family_comparison import difference_after_passes, difference_of, fused_model
+from greedy_engines import PROMPTS, SMALL, expected_in_company, generated, greedy
+from transformers.models.youtu.modeling_youtu import YoutuAttention
+
+from compiled_engine.features.adapters.lora_request import LoRARequest
+from compiled_engine.llm import LLM
+from compiled_engine.other_engines.translate import make_options
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "sarvam_mla", "glm4_moe_lite", "axk1", "minicpm3", "youtu")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In eager code, and in the graph after all passes. Without --all of one family."""
+    oracle = write_checkpoint(tmp_path, family(name))
+    eager = difference_of(tmp_path, oracle, {"mode": "eager", "device": "cpu"})
+    assert eager.is_right(torch.float32), eager
+    model = fused_model(tmp_path, {"device": "cpu"}, verify=True)
+    sizes = model.config.model
+    # A row of the cache has a token's latent and the rotated part of its keys, and is the key of all heads.
+    assert sizes.latent_dim == 24
+    assert sizes.kv_shapes(7, 16) == [(7, 1, 16, 1, 24 + 8)] * sizes.num_layers
+    fused = difference_after_passes(model, oracle)
+    assert fused.is_right(torch.float32), fused
+    reports = {report.name: report for report in model.reports}
+    assert reports["foreign_attention"].matches == model.config.model.num_layers
+    # DeepSeek-V2 rotates by products of complex numbers.
+    assert reports.keys() & {"complex_numbers"} == ({"complex_numbers"} if name == "deepseek_v2" else set())
+    assert all(reports[each].matches == reports[each].contract > 0 for each in reports.keys() & {"complex_numbers"})
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_are_transformers_whatever_runs_beside_them(tmp_path: Path) -> None:
+    oracle = write_checkpoint(tmp_path, family("youtu"))
+    expected = expected_in_company(tmp_path, oracle)
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafted, metrics = generated(tmp_path, mode="eager", max_num_seqs=5, speculative_config=ngrams)
+    assert drafted == expected
+    assert metrics["draft_tokens"] > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rows_that_are_expanded_in_another_way_are_expanded_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are cached, the smaller ones filled with zeros."""
+    expand = YoutuAttention.expand_kv
+
+    def otherwise(self: YoutuAttention, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand(self, *rows)
+        return keys, values.tanh()
+
+    monkeypatch.setattr(YoutuAttention, "expand_kv", otherwise)
+    # A size of its own: descriptions of equal configurations are kept.
+    alone = replace(family("youtu"), changes={**family("youtu").changes, "vocab_size": 97})
+    oracle = write_checkpoint(tmp_path, alone)
+    model = resolve(make_options({"model": tmp_path, "device": "cpu", "dtype": "float32"})).model
+    assert model.latent_dim == 0
+    assert model.kv_shapes(7, 16) == [(7, 2, 16, 4, 24)] * 3
+    tokens, _ = generated(tmp_path, mode="eager")
+    assert tokens == [greedy(oracle, prompt) for prompt in PROMPTS]
+
+
+def test_caches_of_8_bits_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("youtu"))
+    options = {"model": tmp_path, "device": "cpu", "dtype": "float32"}
+    for name, dtype in (("int8", "uint8"), ("fp8", "float8_e4m3fn")):
+        with pytest.raises(ValueError, match=rf"kv_cache_dtype is torch.{dtype}; allowed: torch.float32 with latent"):
+            resolve(make_options(options | {"kv_cache_dtype": name}))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_adapters_of_the_weight_that_expands_rows_are_refused(tmp_path: Path) -> None:
+    """Those of other linears have an effect, that of the same weights merged."""
+    model = write_checkpoint(tmp_path / "model", family("youtu"))
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, detokenize=False)
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    with LLM(tmp_path / "model", **SMALL, mode="eager", enable_lora=True) as llm:
+        refused = make_adapter(tmp_path / "refused", model, targets=("kv_b_proj",))
+        with pytest.raises(ValueError, match=r"the base model has no linear .*kv_b_proj"):
+            llm.generate(prompt, params, lora_request=LoRARequest("refused", 1, str(refused)))
+        adapter = make_adapter(tmp_path / "adapter", model, targets=("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
+        (output,) = llm.generate(prompt, params, lora_request=LoRARequest("adapter", 2, str(adapter)))
+    assert_is_of(merge(model, adapter), output)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
+def test_two_ranks_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
+    """Without --all of one family."""
+    oracle = write_checkpoint(tmp_path, family(name).to_divide())
+    difference = difference_of(tmp_path, oracle, {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2})
+    assert difference.is_right(torch.float32), difference
