@@ -223,6 +223,9 @@ class ModelConfig:
     # textbook model.
     transformers: TransformersModel | None = None
     layer_heads: tuple[HeadShape, ...] | None = None  # None: all layers have num_heads, num_kv_heads and head_dim
+    # The layer whose KV cache each layer reads: its own number, or that of an earlier layer, which writes the keys and
+    # values of both. None: each layer has its own cache.
+    kv_layers: tuple[int, ...] | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
     attention_sinks: bool = False  # see attention.inputs.Scoring
@@ -253,10 +256,14 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
+    def kv_layer(self, layer: int) -> int:
+        """Return the number of the layer whose KV cache a layer reads."""
+        return layer if self.kv_layers is None else self.kv_layers[layer]
+
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of each layer's KV cache, see kv_format.py; an empty list for an encoder.
+        """Return the shape of the KV cache that each layer reads, see kv_format.py; an empty list for an encoder.
 
         `dtype` is that of the cache; None: the model's dtype.
         """

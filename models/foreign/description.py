@@ -58,6 +58,7 @@ class LayerShape:
     soft_cap: float
     sinks: bool
     causal: bool = True
+    kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
 
 
 @dataclass(frozen=True)

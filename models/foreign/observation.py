@@ -60,6 +60,7 @@ class LayerAttention:
     soft_cap: float  # 0: none
     sinks: bool
     causal: bool = True  # a query sees no later keys
+    kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -103,6 +104,7 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self.calls: dict[int, LayerAttention] = {}
         self.modules: dict[int, nn.Module] = {}
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of layers that have their own
         self.masks: list[_Mask] = []
         self.layer: int | None = None
         self.ops: dict[int, list[Any]] = {}
@@ -182,9 +184,12 @@ class _Observer(TorchDispatchMode):
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
         self.modules[layer] = module
-        self.calls[layer] = LayerAttention(
-            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None, causal
-        )
+        same = (other for other, (its_key, its_value) in self.kv.items() if key is its_key and value is its_value)
+        kv_layer = next(same, None)
+        if kv_layer is None:
+            self.kv[layer] = key, value
+        sizes = query.shape[1], key.shape[1], query.shape[-1]
+        self.calls[layer] = LayerAttention(*sizes, window, softcap or 0.0, s_aux is not None, causal, kv_layer)
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
