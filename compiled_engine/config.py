@@ -226,6 +226,9 @@ class ModelConfig:
     # None: all layers have num_heads, num_kv_heads, head_dim and latent_dim.
     layer_heads: tuple[HeadShape, ...] | None = None
     latent_dim: int = 0  # see HeadShape
+    # The layer whose KV cache each layer reads: its own number, or that of an earlier layer, which writes the keys and
+    # values of both. None: each layer has its own cache.
+    kv_layers: tuple[int, ...] | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
     attention_sinks: bool = False  # see attention.inputs.Scoring
@@ -256,10 +259,14 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
 
+    def kv_layer(self, layer: int) -> int:
+        """Return the number of the layer whose KV cache a layer reads."""
+        return layer if self.kv_layers is None else self.kv_layers[layer]
+
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of each layer's KV cache, see kv_format.py; an empty list for an encoder.
+        """Return the shape of the KV cache that each layer reads, see kv_format.py; an empty list for an encoder.
 
         `dtype` is that of the cache; None: the model's dtype.
         """

@@ -243,8 +243,11 @@ def _define_value(op: torch.library.CustomOpDef) -> None:
 
 
 _define_value(attention_op)
+_define_value(attend_op)
 _define_value(packed_op)
 
+ATTEND = torch.ops.compiled_engine.attend.default
+ATTEND_VALUE = torch.ops.compiled_engine.attend_value.default
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTENTION_VALUE = torch.ops.compiled_engine.attention_value.default
 ATTEND_PACKED = torch.ops.compiled_engine.attend_packed.default
@@ -267,6 +270,27 @@ def attention_or_value(
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
     return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window, soft_cap, sinks_H)
+
+
+def attend_or_value(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the result of `attention` over a cache to which another layer has written this step's keys and values.
+
+    While a tracer runs, it is the value of the op's functional stand-in.
+    """
+    scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
+    if torch.compiler.is_compiling():
+        return torch.ops.compiled_engine.attend_value(q_THd, kv_cache_N2PKd, *scoring, *inputs.flat())
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    torch.ops.compiled_engine.attend(q_THd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
+    return out_THd
 
 
 def packed_attention_or_value(

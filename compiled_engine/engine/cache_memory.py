@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -84,23 +85,29 @@ def size_cache(
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
     """Return a new KV cache: for each layer zeros [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
-    The last dimension may include a scale, see kv_format. On a CPU, blocks take memory only once they are used. layers:
-    the layers to allocate for; None: all.
+    Layers that share keys and values have the same tensor. The last dimension may include a scale, see kv_format. On a
+    CPU, blocks take memory only once they are used. layers: the layers to allocate for; None: all.
     """
     shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
-    if config.device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
-    return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
+    caches = {}
+    for layer in _own_caches(config, shapes):
+        if config.device.type != "cpu":
+            caches[layer] = torch.zeros(shapes[layer], dtype=dtype, device=config.device)
+        else:
+            size = math.prod(shapes[layer]) * dtype.itemsize
+            caches[layer] = _untouched(size).view(dtype).view(shapes[layer])
+    return [caches[config.model.kv_layer(layer)] for layer in shapes]
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
     """Return the bytes of one block: the keys and values of all layers, with their scales.
 
-    The blocks of models that run beside the engine's model are included. layers: those of the engine's model to count;
-    None: all.
+    Keys and values that layers share count once. The blocks of models that run beside the engine's model are included.
+    layers: those of the engine's model to count; None: all.
     """
     shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.further_models))
+    elements = sum(math.prod(shapes[layer]) for layer in _own_caches(config, shapes))
+    return elements * config.cache_dtype.itemsize + sum(map(block_bytes, config.further_models))
 
 
 def blocks_wanted(config: EngineConfig) -> int:
@@ -139,6 +146,12 @@ def _untouched(size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
-def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
-    shapes = local_model(config).kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)
-    return shapes if layers is None else shapes[layers.start : layers.stop]
+def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> dict[int, tuple[int, int, int, int, int]]:
+    """Return the shapes of the caches that layers read, by layer; an empty dict for an encoder."""
+    shapes = dict(enumerate(local_model(config).kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)))
+    return {layer: shape for layer, shape in shapes.items() if layers is None or layer in layers}
+
+
+def _own_caches(config: EngineConfig, layers: Iterable[int]) -> list[int]:
+    """Return those of the layers that have a KV cache of their own."""
+    return [layer for layer in layers if config.model.kv_layer(layer) == layer]

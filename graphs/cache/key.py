@@ -143,6 +143,7 @@ OTHER_FIELDS = (
     "model.transformers",  # None, for the textbook's models
     "model.quantisation",  # None, for weights in model.dtype
     "model.pooling",  # None, for models that generate
+    "model.kv_layers",  # follows from model.transformers.config
     "model.causal",  # these two follow from model.transformers.config, and from the head
     "model.token_types",
     "model.length_angles",  # None, for angles that depend on positions alone

@@ -37,6 +37,7 @@ def foreign_model(
         return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
     heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.latent_dim) for layer in layers)
+    kv_layers = tuple(number if layer.kv_layer is None else layer.kv_layer for number, layer in enumerate(layers))
     attending = [layer for layer in layers if layer.num_heads]
     first = attending[0]
     usual = next(each for each in heads if each.num_heads)
@@ -68,6 +69,7 @@ def foreign_model(
         seed=0,
         transformers=TransformersModel(transformers_version(), config_json),
         layer_heads=heads if len(set(heads)) > 1 else None,
+        kv_layers=None if kv_layers == tuple(range(len(layers))) else kv_layers,
         attention_soft_cap=first.soft_cap,
         attention_sinks=first.sinks,
         causal=first.causal,

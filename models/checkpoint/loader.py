@@ -160,11 +160,16 @@ def check_weights(
 def _kv_scales(
     weights: Weights, tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, num_ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values of all KV scale parameters by name; missing scales are 1. Warns if all are missing."""
+    """Return the values of all KV scale parameters by name; missing scales are 1. Warns if all are missing.
+
+    A layer that reads the keys and values of an earlier layer has the earlier layer's scales.
+    """
     leaves = [leaf for leaf in weights.leaves() if leaf.role == KV_SCALES]
     names = find_kv_scales(tensors)
     if leaves and not names and rank == 0:
         log.warning("%s has no k_scale and v_scale for an FP8 KV cache: 1.0 is used", config.path)
+    writers = {layer: config.kv_layer(layer) for layer in range(config.num_layers)}
+    names = {(layer, kind): names[of, kind] for layer, of in writers.items() for kind in "kv" if (of, kind) in names}
     heads = {leaf.name: config.heads_of(int(leaf.name.split(".")[1])).num_kv_heads for leaf in leaves}
     return {leaf.name: kv_scales_of(leaf, tensors, names, heads[leaf.name], rank, num_ranks) for leaf in leaves}
 

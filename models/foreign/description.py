@@ -59,6 +59,7 @@ class LayerShape:
     sinks: bool
     causal: bool = True
     latent_dim: int = 0  # see HeadShape
+    kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
 
 
 @dataclass(frozen=True)

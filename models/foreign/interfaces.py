@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import attention_or_value, packed_attention_or_value
+from compiled_engine.attention.op import attend_or_value, attention_or_value, packed_attention_or_value
 from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -22,12 +22,14 @@ class Step:
     """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
     Keyword arguments would be simpler, but not all families pass them on to their attention. sliding_windows: by layer,
-    the same in every step. rows_R: see recurrence.sequences; None without recurrences. angle_lengths_T: see
+    the same in every step. reading: layers that read the keys and values of an earlier layer; their KV cache is the
+    earlier layer's. rows_R: see recurrence.sequences; None without recurrences. angle_lengths_T: see
     attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests.
     """
 
-    def __init__(self, sliding_windows: Sequence[int | None]) -> None:
+    def __init__(self, sliding_windows: Sequence[int | None], reading: Iterable[int] = ()) -> None:
         self.sliding_windows = tuple(sliding_windows)
+        self.reading = frozenset(reading)
         self.inputs: AttentionInputs | None = None
         self.kv_caches: list[torch.Tensor] = []
         self.rows_R: torch.Tensor | None = None
@@ -131,7 +133,10 @@ def attend(
     value_dim = v_TKd.shape[-1]
     width = max(q_THd.shape[-1], value_dim)  # zeros at the end of a head change no score, and no element of a value
     q_THd, k_TKd, v_TKd = (_widened(x, width) for x in (q_THd, k_TKd, v_TKd))
-    out_THd = attention_or_value(q_THd, k_TKd, v_TKd, cache, step.inputs, scale, window, softcap, s_aux)
+    if module.layer_idx in step.reading:
+        out_THd = attend_or_value(q_THd, cache, step.inputs, scale, window, softcap, s_aux)
+    else:
+        out_THd = attention_or_value(q_THd, k_TKd, v_TKd, cache, step.inputs, scale, window, softcap, s_aux)
     return out_THd[..., :value_dim].unsqueeze(0) if value_dim < width else out_THd.unsqueeze(0), None
 
 

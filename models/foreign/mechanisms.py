@@ -75,7 +75,8 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
         "positions that are counted from the token ids": not encodes and any(hasattr(m, _COUNTS) for m in modules),
         "chunked attention": "chunked_attention" in (value("layer_types") or ()),
         "layers that run several times": any((value(name) or 1) > 1 for name in _CYCLES),
-        "keys and values shared between layers": value("num_kv_shared_layers") or "Assistant" in type(config).__name__,
+        "the keys and values of another model": "Assistant" in type(config).__name__
+        or (value("num_kv_shared_layers") and value("num_kv_shared_layers") == value("num_hidden_layers")),
         "attention to another sequence": value("cross_attention_layers"),
         "an encoder": config.is_encoder_decoder or value("encoder_layers"),
         "encoders of images or sound within the decoder": value("vision_config") or value("audio_config"),

@@ -64,6 +64,7 @@ class LayerAttention:
     sinks: bool
     causal: bool = True  # a query sees no later keys
     latent_dim: int = 0  # see HeadShape
+    kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -107,6 +108,7 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self.calls: dict[int, LayerAttention] = {}
         self.modules: dict[int, nn.Module] = {}
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of layers that have their own
         self.masks: list[_Mask] = []
         self.layer: int | None = None
         self.ops: dict[int, list[Any]] = {}
@@ -193,8 +195,13 @@ class _Observer(TorchDispatchMode):
         num_kv_heads, head_dim = key.shape[1], max(key.shape[-1], value.shape[-1])
         if latent_dim:
             num_kv_heads, head_dim = 1, latent_dim + self.expansions[module].rotated.shape[-1]
+        same = (other for other, (its_key, its_value) in self.kv.items() if key is its_key and value is its_value)
+        kv_layer = next(same, None)
+        if kv_layer is None:
+            self.kv[layer] = key, value
+        sizes = query.shape[1], num_kv_heads, head_dim
         self.calls[layer] = LayerAttention(
-            query.shape[1], num_kv_heads, head_dim, window, softcap or 0.0, s_aux is not None, causal, latent_dim
+            *sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 

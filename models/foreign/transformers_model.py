@@ -166,6 +166,18 @@ class OrderedHeads:
         ]
 
 
+class AllTokens:
+    """Mixin for decoders that may drop tokens before the layers that read an earlier layer's keys (Gemma 4): keeps all.
+
+    Which tokens are needed is not known in the decoder, and its code would compare the number of tokens with 1.
+    """
+
+    def _maybe_slice_kv_shared_inputs(
+        self, hidden_states: Any, per_layer_inputs: Any, position_embeddings: Any, masks: Any, *others: Any, **more: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        return hidden_states, per_layer_inputs, position_embeddings, masks
+
+
 class HandedOn:
     """The decoder's output in the form that the family's own code expects: hidden states only."""
 
@@ -235,6 +247,8 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         _require_mechanisms(config, model)
         if angles is not None:
             adapt_rotary_modules(model, angles)
+        if hasattr(model.base_model, "_maybe_slice_kv_shared_inputs"):
+            model.base_model.__class__ = _mixed(AllTokens, type(model.base_model))
         observation = observe(model, config.num_hidden_layers)
         if not observation.attention[0].causal:
             raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
@@ -393,7 +407,9 @@ def _adapt(model: Any, observation: Observation) -> None:
         if isinstance(decoder, nn.Module):
             decoder.__class__ = _mixed(Decoder, type(decoder))
     model.__class__ = _mixed(CausalLM, type(model))
-    step = Step([layer.sliding_window for layer in observation.attention])
+    layers = observation.attention
+    reading = (number for number, layer in enumerate(layers) if layer.kv_layer is not None)
+    step = Step([layer.sliding_window for layer in layers], reading)
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx") or isinstance(module, RotaryByLength):
             module.step = step

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from compiled_engine.attention.inputs import StepTensor
-from compiled_engine.attention.op import ATTENTION
+from compiled_engine.attention.op import ATTEND, ATTENTION
 from compiled_engine.passes.framework.graph_inputs import argument
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.matching import change
@@ -28,11 +28,15 @@ class WholeImages(GraphPass):
     required = True  # without it, tokens of an image do not see later ones
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return len(graph.find_nodes(op="call_function", target=ATTENTION))
+        return len(_attentions(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
         keys_ahead_T = argument(graph, KEYS_AHEAD.name)
-        attentions = graph.find_nodes(op="call_function", target=ATTENTION)
+        attentions = _attentions(graph)
         for attention in attentions:
             change(attention, keys_ahead_T=keys_ahead_T)
         return PassResult(len(attentions))
+
+
+def _attentions(graph: fx.Graph) -> list[fx.Node]:
+    return [node for op in (ATTENTION, ATTEND) for node in graph.find_nodes(op="call_function", target=op)]

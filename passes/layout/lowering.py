@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import ATTEND_PACKED, ATTEND_PACKED_VALUE, ATTENTION, ATTENTION_VALUE
+from compiled_engine.attention.op import (
+    ATTEND,
+    ATTEND_PACKED,
+    ATTEND_PACKED_VALUE,
+    ATTEND_VALUE,
+    ATTENTION,
+    ATTENTION_VALUE,
+)
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.manager import PassReport, run_passes
@@ -103,7 +110,10 @@ def _is_derivation(node: fx.Node) -> bool:
 # A foreign model's attention becomes the engine's op, which writes into a given buffer.
 #
 # Why: traces of foreign code are functionalised, so attention is a pure function of its arguments in them
-# (compiled_engine/attention/op.py). The cache that the op writes to is an input with no other reader.
+# (compiled_engine/attention/op.py). Each layer's cache is an input with no other reader. Layers that share keys and
+# values get one tensor for their caches: the first of them writes to it, and the others only read.
+
+_ATTENTIONS = ((ATTENTION_VALUE, ATTENTION), (ATTEND_VALUE, ATTEND), (ATTEND_PACKED_VALUE, ATTEND_PACKED))
 
 
 class ForeignAttention(GraphPass):
@@ -117,7 +127,7 @@ class ForeignAttention(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassResult:
         matches = 0
-        for value, op in ((ATTENTION_VALUE, ATTENTION), (ATTEND_PACKED_VALUE, ATTEND_PACKED)):
+        for value, op in _ATTENTIONS:
             for node in graph.find_nodes(op="call_function", target=value):
                 with graph.inserting_before(node):
                     like, head_dim = arg(node, 0), node.meta["val"].shape[-1]

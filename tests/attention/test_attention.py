@@ -70,9 +70,9 @@ def refused(
 LIMITS = {
     "torch": {},
     "cpp": refused((lambda size: size in HEAD_DIMS, "16, 32, 64, 80, 96, 128, 192, 256")),
-    "triton": refused((lambda size: size % 8 == 0, "multiples of 8 from 16 to 256"), 16),
+    "triton": refused((lambda size: size % 8 == 0, "multiples of 8 from 16 to 576"), 16),
     "flash_attn": refused(
-        (lambda size: size % 8 == 0, "multiples of 8 up to 256"),
+        (lambda size: size % 8 == 0 and size <= 256, "multiples of 8 up to 256"),
         1 if find_spec("flash_attn_interface") else 256,  # version 3 takes any block size
         sinks=False,
     ),
@@ -163,6 +163,14 @@ def test_any_number_of_queries_is_accepted(backend: str) -> None:
 def test_too_large_a_group_is_refused() -> None:
     case = replace(ASKED, device="cuda", num_heads=66)
     assert refusal("triton", case) == "num_heads is 66; allowed: up to 32 times num_kv_heads 2"
+    wide = replace(case, head_dim=512, num_heads=34)
+    assert refusal("triton", wide) == "num_heads is 34; allowed: up to 16 times num_kv_heads 2"
+    half = replace(wide, dtype=torch.bfloat16, cache=KVFormat(torch.bfloat16, 16))
+    assert refusal("triton", half) is None
+    assert refusal("triton", replace(half, num_heads=66)) == "num_heads is 66; allowed: up to 32 times num_kv_heads 2"
+    allowed = "multiples of 8 from 16 to 576"
+    for size in (260, 584):
+        assert refusal("triton", replace(half, head_dim=size)) == f"head_dim is {size}; allowed: {allowed}"
 
 
 def test_triton_in_the_interpreter(pytestconfig: pytest.Config) -> None:

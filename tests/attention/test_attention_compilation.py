@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,13 +18,14 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.kernel_arguments import rows_of
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
-from compiled_engine.attention.backends.triton_combine import combine_kernel
+from compiled_engine.attention.backends.triton_combine import WIDEST_PART, combine_kernel
 from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles, query_options
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
 from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
+from compiled_engine.attention.backends.wide_tiles import tile_of_head
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
 from compiled_engine.kv_format import head_width
 
@@ -53,6 +55,15 @@ VARIANTS = [
     (torch.bfloat16, (32, 1, 256)),
     (torch.float32, (4, 2, 64)),
     (torch.float32, (32, 1, 256)),
+]
+# Wide heads: those of Gemma 4, and the extremes that are allowed. A head of 320 elements has a padded tail.
+WIDE = [
+    (torch.bfloat16, (8, 1, 512)),
+    (torch.bfloat16, (32, 1, 512)),
+    (torch.bfloat16, (8, 8, 320)),
+    (torch.bfloat16, (32, 1, 576)),
+    (torch.float32, (16, 1, 512)),
+    (torch.float32, (16, 1, 576)),
 ]
 
 
@@ -101,8 +112,9 @@ def decode(dtype: torch.dtype, shape: Shape, programs: int, query_len: int = 1) 
 
 
 def listed_decode(dtype: torch.dtype, shape: Shape, _: int = 0) -> Compilation:
-    tiles = listed_decode_tiles(shape[2], dtype.itemsize)
-    sizes = {"TILE_M": rows_of(shape[0] // shape[1]), "MAX_SPLITS": MAX_LISTED_SPLITS}
+    rows = rows_of(shape[0] // shape[1])
+    tiles = listed_decode_tiles(shape[2], dtype.itemsize, rows)
+    sizes = {"TILE_M": rows, "MAX_SPLITS": MAX_LISTED_SPLITS}
     return Compilation.of(listed_decode_kernel, tiles, tiles.programs, **sizes)
 
 
@@ -110,6 +122,11 @@ def rope_decode(dtype: torch.dtype, shape: Shape, _: int = 0) -> Compilation:
     tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
     sizes = {"TILE_M": rows_of(shape[0] // shape[1]), "FIRST_N": tiles.keys}
     return Compilation.of(rope_decode_kernel, tiles, **sizes)
+
+
+def packed(dtype: torch.dtype, shape: Shape, num_tokens: int) -> Compilation:
+    tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
+    return Compilation.of(packed_kernel, tiles, TILE_M=tiles.queries, SEARCHED=SEARCHED)
 
 
 def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | None, cap_scale: float) -> dict[str, Any]:
@@ -126,7 +143,7 @@ def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | No
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "WIDTH": head_width(cache, head_dim) if cache else head_dim,
-        "TILE_D": triton.next_power_of_2(head_dim),
+        "TILE_D": tile_of_head(head_dim),
         "HEADER": HEADER,
         "GRAIN": GRAIN,
         "DEPENDENT_LAUNCH": True,
@@ -211,10 +228,9 @@ def test_prefill_of_images(check: Callable[..., str], max_seq_len: int) -> None:
     ("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32)), (torch.bfloat16, (16, 16, 72)))
 )
 def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num_tokens: int) -> None:
-    tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
-    packed = Compilation.of(packed_kernel, tiles, TILE_M=tiles.queries, SEARCHED=SEARCHED)
-    ptx = check(packed, dtype, shape, spilled=64)
-    assert ("wgmma" in ptx) == (dtype != torch.float32 and tiles.queries >= 64)
+    compilation = packed(dtype, shape, num_tokens)
+    ptx = check(compilation, dtype, shape, spilled=64)
+    assert ("wgmma" in ptx) == (dtype != torch.float32 and compilation.constants["TILE_M"] >= 64)
     assert "cp.async.cg.shared.global" in ptx
 
 
@@ -282,17 +298,47 @@ def test_work_list(check: Callable[..., str]) -> None:
     check(Compilation(list_kernel, sizes, num_warps=1), torch.bfloat16, (16, 8, 128))
 
 
+@pytest.mark.parametrize(
+    ("kind", "number", "dtype", "shape"),
+    [
+        (prefill, 0, *WIDE[0]),
+        *(
+            pytest.param(*case, *variant, marks=pytest.mark.product(one_in=1000))
+            for case, variant in product(
+                [(prefill, 0), (listed_decode, 0), (packed, 0), *((decode, programs) for programs in (1, SMALL))], WIDE
+            )
+            if (case, variant) != ((prefill, 0), WIDE[0])
+        ),
+    ],
+)
+def test_wide_heads(
+    check: Callable[..., str], kind: Callable[..., Compilation], number: int, dtype: torch.dtype, shape: Shape
+) -> None:
+    """Nothing is spilled."""
+    ptx = check(kind(dtype, shape, number), dtype, shape)
+    assert ("cp.async.cg.shared.global" in ptx) == (dtype != torch.float32)
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize(("dtype", "shape"), WIDE)
+def test_drafts_and_images_of_wide_heads(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
+    for query_len in (4, 9):
+        check(decode(dtype, shape, 1, query_len), dtype, shape, spilled=8 if dtype == torch.bfloat16 else 0)
+    check(prefill(dtype, shape, 0)._replace(images=True), dtype, shape)
+
+
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("query_len", [1, 4])
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 256, 512, 576])
 def test_combine(check: Callable[..., str], head_dim: int, query_len: int) -> None:
-    sizes = {"TILE_S": MAX_SPLITS, "QUERY_LEN": query_len, "TILE_Q": query_len}
+    part = min(WIDEST_PART, triton.next_power_of_2(head_dim))
+    sizes = {"TILE_S": MAX_SPLITS, "QUERY_LEN": query_len, "TILE_Q": query_len, "TILE_D": part}
     ptx = check(Compilation(combine_kernel, sizes, num_warps=4), torch.bfloat16, (16, 8, head_dim))
     assert "ld.global.v4" in ptx
 
 
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1)])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1), (4, 512, 8)])
 def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, num_warps: int) -> None:
     sizes = {"TILE_K": triton.next_power_of_2(num_kv_heads)}
     shape = num_kv_heads, num_kv_heads, head_dim
@@ -303,9 +349,10 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("head_dim", [80, 128, 576])
 def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch.dtype) -> None:
-    sizes = {"WINDOW": 100, "TILE_H": TILE // 128}
+    tile_d = triton.next_power_of_2(head_dim)
+    sizes = {"WINDOW": 100, "TILE_H": TILE // tile_d, "TILE_D": tile_d}
     decoding = Compilation(decode_contexts_kernel, sizes, num_warps=4)
     ptx = check(decoding, torch.bfloat16, (16, 8, head_dim), cache=cache, spilled=8)
     assert "ld.global.v4" in ptx
@@ -336,3 +383,13 @@ def test_caches_of_8_bits(
     """Codes become numbers in registers, which may spill a little."""
     spilled = 2 * SPILLED if kind is rope_decode else SPILLED
     check(kind(dtype, shape, number), dtype, shape, spilled=spilled, cache=cache)
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), WIDE)
+def test_wide_heads_in_caches_of_8_bits(
+    check: Callable[..., str], dtype: torch.dtype, shape: Shape, cache: torch.dtype
+) -> None:
+    for compilation in (prefill(dtype, shape, 0), decode(dtype, shape, 1), listed_decode(dtype, shape)):
+        check(compilation, dtype, shape, spilled=8, cache=cache)

@@ -22,7 +22,8 @@ from compiled_engine.attention.backends.decoded_contexts import (
     prefill_sources,
     workspace_blocks,
 )
-from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, SMALLEST_ROWS, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_backend import MAX_HEAD_DIM
+from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, fewest_rows, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.kv_format import CODED
@@ -33,6 +34,7 @@ CASES = (
     Case("plain", REQUESTS),
     Case("window, large blocks", REQUESTS, block_size=32, sliding_window=20),
     Case("soft cap, sinks, odd heads", REQUESTS, 6, 2, head_dim=24, soft_cap=5.0, sinks=True),
+    Case("wide heads", REQUESTS, 2, 1, head_dim=576, sliding_window=20),
     Case("padding alone", (Request(0, 1), Request(0, 20), Request(0, 3))),
     Case("contexts that do not fit", (Request(300, 3), Request(40, 20))),
 )
@@ -106,10 +108,10 @@ def test_the_workspace_is_bounded_by_the_tokens_of_the_step() -> None:
 @pytest.mark.parametrize("bound", [1, SHORT_CONTEXT, SHORT_CONTEXT + 1])
 def test_tiles_fit_what_others_compute_for_them(element_size: int, bound: int) -> None:
     """Decoded contexts begin at a border of every tile of keys, and lists have room for tiles of the fewest rows."""
-    for head_dim in range(16, 257, 8):
+    for head_dim in range(16, MAX_HEAD_DIM + 1, 8):
         tiles = prefill_tiles(head_dim, element_size, bound)
         assert triton_tile.TILES_OF_KEYS.value % tiles.keys == 0
-        assert tiles.rows >= SMALLEST_ROWS
+        assert tiles.rows >= fewest_rows(head_dim, element_size) >= (32 if element_size == 2 or head_dim <= 256 else 16)
 
 
 # Steps that are large enough, in which contexts fit and do not.

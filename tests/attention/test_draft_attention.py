@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_attention_cases import wrong
+from draft_attention_cases import SHAPES, WIDE, wrong
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
@@ -27,7 +27,7 @@ def test_triton_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(24))
 def test_triton_on_cuda(dtype: torch.dtype, seed: int) -> None:
-    assert wrong("triton", seed, dtype, "cuda", longest=5000) is None
+    assert wrong("triton", seed, dtype, "cuda", shapes=(*SHAPES, *WIDE), longest=5000) is None
 
 
 @pytest.mark.gpu
@@ -39,8 +39,14 @@ def test_triton_on_cuda_with_short_contexts(seed: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query_len", "group", "size", "expected"),
-    [(4, 4, 2, 4), (4, 1, 2, 4), (65, 1, 2, 64), (65, 8, 2, 8), (65, 8, 4, 4), (3, 32, 2, 2), (2, 128, 2, 1)],
+    ("query_len", "group", "size", "expected", "expected_of_wide"),
+    [
+        *((4, 4, 2, 4, 4), (4, 1, 2, 4, 4), (65, 1, 2, 64, 32), (65, 8, 2, 8, 4), (65, 8, 4, 4, 2)),
+        *((3, 32, 2, 2, 1), (2, 128, 2, 1, 1)),
+    ],
 )
-def test_a_tile_has_as_many_queries_as_fit(query_len: int, group: int, size: int, expected: int) -> None:
-    assert queries_of_tile(query_len, group, size) == expected
+def test_a_tile_has_as_many_queries_as_fit(
+    query_len: int, group: int, size: int, expected: int, expected_of_wide: int
+) -> None:
+    assert queries_of_tile(query_len, group, 256, size) == expected
+    assert queries_of_tile(query_len, group, 264, size) == expected_of_wide

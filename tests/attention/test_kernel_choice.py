@@ -143,6 +143,20 @@ def test_drafts_over_short_contexts_are_one_tile(num_requests: int, query_len: i
         assert plan.kernel is Kernel.DECODE
 
 
+def test_wide_heads_are_rotated_by_a_kernel_of_its_own() -> None:
+    """No kernel that rotates exists for them, and none for short contexts."""
+    for cache, context in product((torch.bfloat16, torch.uint8, torch.float8_e4m3fn), (1, 256, 900, 20_000)):
+        wide = layer(cache, False)._replace(wide=True)
+        assert wide.short_contexts(1) == ()
+        for decodes in (1, 4, 60):
+            plans = [choose(facts(decodes, 1, context), wide, 0, unrotated=unrotated) for unrotated in (True, False)]
+            assert plans[0] == plans[1]
+            assert plans[0].kernel in (Kernel.DECODE, Kernel.LISTED_DECODE)
+    sizes = (256, 264, 512, 576)
+    found = [layer_facts(4, 2, size, torch.float32, torch.float32, torch.device("cpu")).wide for size in sizes]
+    assert found == [False, True, True, True]
+
+
 def test_only_gpus_have_kernels_for_short_contexts() -> None:
     for cache in (torch.bfloat16, torch.uint8):
         assert layer_facts(16, 8, 128, torch.bfloat16, cache, torch.device("cpu")).short_contexts(1) == ()

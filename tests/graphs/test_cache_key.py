@@ -172,7 +172,7 @@ PERTURBED: dict[str, Any] = {
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.length_angles"}
+APART |= {"model.length_angles", "model.kv_layers"}
 APART |= {"model.recurrences", "model.head", "model.vision", "speculation.draft", "adapters", "images", "image_input"}
 APART |= {"kv_events", "cache.block_files"}
 

@@ -125,7 +125,7 @@ class ThingAssistantConfig(PreTrainedConfig):
         ({"n_recurrent_loops": 2}, "layers that run several times"),
         ({"H_cycles": 2}, "layers that run several times"),
         ({"L_cycles": 2}, "layers that run several times"),
-        ({"num_kv_shared_layers": 2}, "keys and values shared between layers"),
+        ({"num_kv_shared_layers": 2, "num_hidden_layers": 2}, "the keys and values of another model"),
         ({"cross_attention_layers": [1]}, "attention to another sequence"),
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"encoder_layers": 2}, "an encoder"),
@@ -145,5 +145,5 @@ def test_layers_that_run_once_are_no_mechanism(field: str) -> None:
     assert missing_mechanisms(PreTrainedConfig(**stated), None) == ()
 
 
-def test_an_assistant_shares_keys_and_values() -> None:
-    assert missing_mechanisms(ThingAssistantConfig(), None) == ("keys and values shared between layers",)
+def test_an_assistant_reads_the_keys_and_values_of_another_model() -> None:
+    assert missing_mechanisms(ThingAssistantConfig(), None) == ("the keys and values of another model",)

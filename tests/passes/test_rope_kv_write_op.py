@@ -17,7 +17,7 @@ from compiled_engine.passes.rope.rope_kv_write import rope_kv_write
 
 # Tokens, query heads, K/V heads, head size: small models' shapes, odd counts, head sizes that are no power of two.
 SHAPES = [(1, 16, 8, 128), (5, 14, 2, 64), (3, 4, 4, 80), (7, 6, 1, 96), (2, 8, 2, 192), (4, 5, 5, 256), (9, 3, 3, 20)]
-SHAPES += [(130, 3, 1, 64)]
+SHAPES += [(3, 8, 1, 512), (2, 2, 1, 576), (130, 3, 1, 64)]
 # Head size and form (RopeForm), and whether cos and sin are those of pairs.
 FORMS = [(64, (0, False, False), True), (64, (0, True, True), False), (80, (32, False, False), False)]
 FORMS += [(20, (10, True, False), True), (96, (48, False, True), True), (32, (0, True, False), True)]

@@ -59,7 +59,7 @@ CASES = (
     PackedCase("window and soft cap", (70, 40), sliding_window=20, soft_cap=5.0),
     PackedCase("shared keys", RAGGED, num_heads=6, num_kv_heads=2),
     PackedCase("more requests than are searched at a time", tuple([1, 2, 3, 0] * 140), num_heads=1, num_kv_heads=1),
-    *(PackedCase(f"head size {size}", (33, 70), 2, 2, size) for size in (16, 64, 72, 80, 128, 256)),
+    *(PackedCase(f"head size {size}", (33, 70), 2, 2, size) for size in (16, 64, 72, 80, 128, 256, 320, 576)),
     PackedCase("windows of an image", (64,) * 5 + (16, 4), 2, 2, 80, merged=True),
 )
 

@@ -39,13 +39,15 @@ def random_case(seed: int, size: str) -> Case:
     requests += [Request(0, draw.choice([1, 3]))] * draw.choice([0, 0, 2])
     if not requests:
         requests = [Request(draw.randint(1, longest), 1)]
+    wide = draw.randrange(264, 577, 8)
+    head_dims = {"tiny": [16, 32, 64, wide], "small": [16, 32, 64], "large": [64, 64, 80, 128, 128, 256, 512, wide]}
     heads, num_kv_heads = draw.choice([(1, 1), (2, 1), (4, 2), (7, 1), (6, 3)])
     return Case(
         f"seed {seed}, {kind}",
         tuple(requests),
         heads,
         num_kv_heads,
-        draw.choice([16, 32, 64]) if size != "large" else draw.choice([64, 64, 80, 128, 128, 256]),
+        draw.choice(head_dims[size]),
         draw.choice([0, 0, 0, 16, 32, 48, 256]),
         draw.choice([0, 1, 128, draw.randint(1, 40), draw.randint(1, longest // 2), draw.randint(1, longest)]),
         draw.choice([0, 0, 2 * longest, 4096]),

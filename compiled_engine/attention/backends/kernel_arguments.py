@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_engine.attention.backends.triton_tile import scales
+from compiled_engine.attention.backends.wide_tiles import tile_of_head
 from compiled_engine.attention.inputs import Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import next_power_of_2
 
@@ -30,7 +31,7 @@ def paged_constants(
 ) -> dict[str, Any]:
     """Return the constexprs of kernels that read a paged cache: sizes of heads and blocks, head strides and scoring.
 
-    tiled: include WIDTH and TILE_D for Triton kernels, whose tiles hold whole heads of a cache of any dtype.
+    tiled: include WIDTH and TILE_D for Triton kernels, which read a cache of any dtype; see tile_of_head.
     """
     _, num_heads, head_dim = q_THd.shape
     _, _, block_size, num_kv_heads, width = kv_cache_N2PKd.shape
@@ -64,7 +65,7 @@ def _paged_constants(
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
     }
-    return constants | ({"WIDTH": width, "TILE_D": next_power_of_2(head_dim)} if tiled else {})
+    return constants | ({"WIDTH": width, "TILE_D": tile_of_head(head_dim)} if tiled else {})
 
 
 class NewKeys(NamedTuple):

@@ -23,6 +23,7 @@ from compiled_engine.attention.backends.decode_splits import (
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles, exists_on_hopper
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, tiles_of_drafts
+from compiled_engine.attention.backends.wide_tiles import is_wide
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kv_format import has_scales, is_coded
 
@@ -60,12 +61,13 @@ class LayerFacts(NamedTuple):
     num_sms: int
     on_hopper: bool  # Hopper's decode kernels exist for these heads
     on_gpu: bool = True  # not Triton's interpreter
+    wide: bool = False  # heads of a size for which no kernel of ROTATING exists
 
     def short_contexts(self, num_requests: int) -> tuple[int, ...]:
         """Return the context lengths, ascending, up to which special kernels serve this number of requests."""
         if self.on_hopper:
             return short_contexts_of(num_requests, self.num_kv_heads, self.num_sms)
-        if self.on_gpu and is_coded(self.cache_dtype):
+        if self.on_gpu and is_coded(self.cache_dtype) and not self.wide:
             return few_short_contexts(num_requests, self.num_kv_heads, self.num_sms)
         return ()
 
@@ -82,7 +84,8 @@ def layer_facts(
     """Return the facts of a layer. dtype: of queries."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
-    return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_multiprocessors(device), on_hopper, on_gpu)
+    num_sms = num_multiprocessors(device)
+    return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_sms, on_hopper, on_gpu, is_wide(head_dim))
 
 
 @cache
@@ -147,7 +150,7 @@ def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotat
             if tiles is not None and fits_one_tile(batch.query_len, layer.num_heads // layer.num_kv_heads):
                 return Plan(Kernel.SHORT_DRAFTS, tiles)
         return Plan(Kernel.DECODE, short_splits(num_requests, bound, contexts) or splits)
-    if unrotated:
+    if unrotated and not layer.wide:
         short = short_splits(num_requests, bound, layer.short_contexts(num_requests))
         whole = short is not None and short.count == 1
         if whole and not coded:

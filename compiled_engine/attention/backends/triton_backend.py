@@ -33,9 +33,10 @@ from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_latents import attend_latents, require_sizes, write_latents
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
-from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import PrefillTiles, fewest_rows, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, KVFormat, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
@@ -46,7 +47,7 @@ from compiled_engine.kv_format import holds_latents, is_coded
 MIN_SHARED_MEMORY = 96 << 10
 BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 576
 MAX_GROUP = 32
 # GPUs that convert e4m3.
 FP8_CAPABILITY = (8, 9)
@@ -55,7 +56,7 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """Attention by the engine's own kernels. Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
+    """Attention by the engine's own kernels. Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 576.
 
     kernel_choice.py chooses the kernel of each batch. A batch with prompts has separate kernels for its decodes and its
     prompts, because a tile of 16 rows needs other registers than a tile of 128. Launches depend only on tensor shapes
@@ -90,8 +91,9 @@ class TritonBackend:
         head_dims = f"multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
         fits = case.head_dim % HEAD_DIM_MULTIPLE == 0 and MIN_HEAD_DIM <= case.head_dim <= MAX_HEAD_DIM
         require(fits, "head_dim", case.head_dim, head_dims)
-        groups = f"up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
-        require(case.group <= MAX_GROUP, "num_heads", case.num_heads, groups)
+        most = most_rows(case.dtype.itemsize) if is_wide(case.head_dim) else MAX_GROUP
+        groups = f"up to {most} times num_kv_heads {case.num_kv_heads}"
+        require(case.group <= most, "num_heads", case.num_heads, groups)
         if cache is None:
             case.require_packed()
             return Support(GraphSupport.ALWAYS)
@@ -107,7 +109,7 @@ class TritonBackend:
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         if case.packed or case.latent_dim:
             return 0
-        queries = SMALLEST_ROWS // case.group
+        queries = fewest_rows(case.head_dim, case.dtype.itemsize) // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:

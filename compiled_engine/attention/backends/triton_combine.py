@@ -10,11 +10,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
-from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, keys_of_rows, scales
+from compiled_engine.attention.backends.triton_tile import (
+    LOG2_E,
+    LOWEST,
+    head_elements,
+    head_masks,
+    keys_of_rows,
+    scales,
+    store_parts,
+)
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+
+# Most elements of a head that a program combines: with as many splits as there may be, registers hold no more.
+WIDEST_PART = 256
 
 
 class Partials(NamedTuple):
@@ -43,19 +54,19 @@ def store_partials(
     partial_sum_ptr: tl.tensor,
     partials_M: tl.tensor,
     mask_M: tl.tensor,
-    acc_MD: tl.tensor,
+    acc_parts: tl.tuple,
     max_M: tl.tensor,
     sum_M: tl.tensor,
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """Store acc [M, D], max [M] and sum [M] of a split in buffers laid out as Partials.
+    """Store the parts of acc [M, D], max [M] and sum [M] of a split in buffers laid out as Partials.
 
     partials_M: the index of each row's partial result, counted over all rows, heads and splits. mask_M: rows to store.
     """
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
-    tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
+    elements = head_elements(HEAD_DIM, TILE_D)
+    masks = head_masks(mask_M, elements, HEAD_DIM)
+    store_parts(partial_ptr, partials_M[:, None] * HEAD_DIM, acc_parts, elements, masks)
     tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
     tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
 
@@ -69,19 +80,18 @@ def combined(
     written_S: tl.tensor,
     sinks_ptr: tl.tensor,
     head: tl.tensor,
+    d_D: tl.tensor,
     scale_log2: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    TILE_D: tl.constexpr,
     CACHE_MODIFIER: tl.constexpr,
 ) -> tl.tensor:
-    """Return the result [D] of one head, fp32, combined from the partial results of its splits.
+    """Return elements d_D of the result of one head, fp32 [D], combined from the partial results of its splits.
 
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
     partials_S: the index of each split's partial result; written_S: whether the split stored one.
     sinks_ptr: [H] or None; head: the query head.
     CACHE_MODIFIER: of the loads; ".cg" if the partial results were stored in this launch.
     """
-    d_D = tl.arange(0, TILE_D)
     max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
     sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)
     acc_ptrs_SD = partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :]
@@ -121,7 +131,7 @@ def combine_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Combine partial results. Program (head, row) writes the result of one head of one row to out.
+    """Combine partial results. Program (head, row, part) writes a part of the result of one head of one row to out.
 
     A row with a single split is left alone, since that split's program has written the result.
 
@@ -129,7 +139,7 @@ def combine_kernel(
     out_ptr: [rows, H, d]; seq_lens_ptr: int32 [rows]; sinks_ptr: [H] or None.
     min_keys, GRAIN: as for the kernel that stored the partial results.
     QUERY_LEN: consecutive rows that share a request and its splits. TILE_Q, TILE_S: QUERY_LEN and the number of splits,
-        rounded up to powers of two.
+        rounded up to powers of two. TILE_D: elements of a part.
     """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -149,9 +159,11 @@ def combine_kernel(
     splits_S = tl.arange(0, TILE_S)
     written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
     d_D = tl.arange(0, TILE_D)
+    if TILE_D < HEAD_DIM:
+        d_D += tl.program_id(2) * TILE_D
     partials_S = (row * tl.num_programs(0) + head) * num_splits + splits_S
     partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
+    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, d_D, scale_log2, HEAD_DIM, "")
     out_row = tl.multiple_of(row * out_token_stride, 8) + head * OUT_HEAD_STRIDE
     tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
 
@@ -169,7 +181,8 @@ def combine_splits(
     splits: as for the decode kernel. query_len: consecutive rows that share a request.
     """
     num_rows, num_heads, _, head_dim = partials.acc.shape
-    combine_kernel[(num_heads, num_rows)](
+    tile_d = min(next_power_of_2(head_dim), WIDEST_PART)
+    combine_kernel[(num_heads, num_rows, cdiv(head_dim, tile_d))](
         *partials,
         out_THd,
         inputs.seq_lens_R,
@@ -184,7 +197,7 @@ def combine_splits(
         QUERY_LEN=query_len,
         TILE_Q=next_power_of_2(query_len),
         TILE_S=next_power_of_2(splits.count),
-        TILE_D=next_power_of_2(head_dim),
+        TILE_D=tile_d,
         GRAIN=GRAIN,
         num_warps=4,
         enable_fp_fusion=True,

@@ -25,10 +25,14 @@ from compiled_engine.attention.backends.triton_tile import (
     HeadCache,
     attend_keys,
     first_seen,
+    head_elements,
+    head_masks,
     keys_of_rows,
-    normalised,
+    normalised_parts,
     scales,
+    store_parts,
 )
+from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows, wide_tiles
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import scales_of
@@ -39,9 +43,10 @@ from compiled_engine.kernels.launcher import quick_launches
 MOST_ROW_BYTES = 128
 
 
-def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
+def queries_of_tile(query_len: int, group: int, head_dim: int, element_size: int) -> int:
     """Return how many queries of a request share a tile, which has a row for each query and each of `group` heads."""
-    return min(query_len, max(1, MOST_ROW_BYTES // element_size // group))
+    rows = most_rows(element_size) if is_wide(head_dim) else MOST_ROW_BYTES // element_size
+    return min(query_len, max(1, rows // group))
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,10 @@ class DecodeTiles:
 
 @cache
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
-    """Return the tiles for a head size (elements) and element size (bytes). programs: intended per multiprocessor."""
+    """Return tiles for a head size (elements) that is not wide, and an element size (bytes).
+
+    programs: intended per multiprocessor.
+    """
     width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
@@ -86,11 +94,18 @@ def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> D
 
 @cache
 def query_options(query_len: int, group: int, head_dim: int, element_size: int, programs: int) -> dict[str, Any]:
-    """Return the constants and options of decode_kernel that depend on the tiles. See queries_of_tile, decode_tiles."""
-    queries = queries_of_tile(query_len, group, element_size)
+    """Return the constants and options of decode_kernel that depend on the tiles.
+
+    See queries_of_tile, decode_tiles, wide_tiles.
+    """
+    queries = queries_of_tile(query_len, group, head_dim, element_size)
     rows = rows_of(queries * group)
     sizes = head_dim, element_size, programs
-    tiles = decode_tiles(*sizes) if query_len == 1 else draft_tiles(*sizes, rows)
+    if is_wide(head_dim):
+        wide = wide_tiles(element_size, rows)
+        tiles = DecodeTiles(wide.keys, wide.num_warps, wide.num_stages)
+    else:
+        tiles = decode_tiles(*sizes) if query_len == 1 else draft_tiles(*sizes, rows)
     return {
         "QUERY_LEN": query_len,
         "TILE_QUERIES": queries,
@@ -194,7 +209,7 @@ def decode_kernel(
     head_scales_ptr = None
     if scales_ptr is not None:
         head_scales_ptr = scales_ptr + kv_head
-    acc_MD, max_M, sum_M = attend_keys(
+    acc_parts, max_M, sum_M = attend_keys(
         q_ptr + (query_M * q_token_stride + head_M * Q_HEAD_STRIDE),
         mask_M,
         positions_M,
@@ -211,17 +226,17 @@ def decode_kernel(
         TILE_D,
         LOOK_AHEAD,
     )
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    elements = head_elements(HEAD_DIM, TILE_D)
+    masks = head_masks(mask_M, elements, HEAD_DIM)
     if length < num_keys:
         partials_M = ((first_row + query_M) * (NUM_KV_HEADS * GROUP) + head_M) * num_splits + split
         partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-        store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+        store_partials(*partials, partials_M, mask_M, acc_parts, max_M, sum_M, HEAD_DIM, TILE_D)
     else:
-        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, mask_M, scale_log2)
+        out_parts = normalised_parts(acc_parts, max_M, sum_M, sinks_ptr, head_M, mask_M, scale_log2)
         out_rows_M = tl.multiple_of(first_row * out_token_stride, 8) + query_M * out_token_stride
         out_rows_M += head_M * OUT_HEAD_STRIDE
-        tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+        store_parts(out_ptr, out_rows_M[:, None], out_parts, elements, masks)
 
 
 def decode(

@@ -21,9 +21,13 @@ from compiled_engine.attention.backends.triton_tile import (
     HeadCache,
     attend_keys,
     first_seen,
-    normalised,
+    head_elements,
+    head_masks,
+    normalised_parts,
     scales,
+    store_parts,
 )
+from compiled_engine.attention.backends.wide_tiles import is_wide, wide_tiles
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import scales_of
@@ -42,8 +46,14 @@ class ListedDecodeTiles:
 
 
 @cache
-def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
-    """Return tiles for a head size (elements) and element size (bytes). They are small, since contexts may be short."""
+def listed_decode_tiles(head_dim: int, element_size: int, rows: int) -> ListedDecodeTiles:
+    """Return tiles for a head size (elements) and element size (bytes). They are small, since contexts may be short.
+
+    rows: of a tile of queries.
+    """
+    if is_wide(head_dim):
+        wide = wide_tiles(element_size, rows)
+        return ListedDecodeTiles(wide.keys, wide.num_warps, wide.num_stages, wide.programs)
     if element_size == 4:
         return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
@@ -110,9 +120,9 @@ def listed_decode_kernel(
     arrived_ptr = work_ptr + HEADER
     splits_ptr = arrived_ptr + num_requests * NUM_KV_HEADS
     rows_M = tl.arange(0, TILE_M)
-    d_D = tl.arange(0, TILE_D)
+    elements = head_elements(HEAD_DIM, TILE_D)
     mask_M = rows_M < GROUP
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    masks = head_masks(mask_M, elements, HEAD_DIM)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         entry = tl.load(splits_ptr + item // NUM_KV_HEADS)
         kv_head = item % NUM_KV_HEADS
@@ -130,7 +140,7 @@ def listed_decode_kernel(
             head_scales_ptr = None
             if scales_ptr is not None:
                 head_scales_ptr = scales_ptr + kv_head
-            acc_MD, max_M, sum_M = attend_keys(
+            acc_parts, max_M, sum_M = attend_keys(
                 # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
                 q_ptr + tl.multiple_of(token * q_token_stride, 8) + (kv_head * GROUP + rows_M) * Q_HEAD_STRIDE,
                 mask_M,
@@ -149,14 +159,14 @@ def listed_decode_kernel(
             )
             out_token_ptr = out_ptr + tl.multiple_of(token * out_token_stride, 8) + kv_head * GROUP * OUT_HEAD_STRIDE
             if num_splits == 1:
-                out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, kv_head * GROUP + rows_M, mask_M, scale_log2)
-                out_ptrs_MD = out_token_ptr + rows_M[:, None] * OUT_HEAD_STRIDE + d_D[None, :]
-                tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+                heads_M = kv_head * GROUP + rows_M
+                out_parts = normalised_parts(acc_parts, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
+                store_parts(out_token_ptr, rows_M[:, None] * OUT_HEAD_STRIDE, out_parts, elements, masks)
             else:
                 head = request * NUM_KV_HEADS + kv_head
                 partials_M = (head * GROUP + rows_M) * MAX_SPLITS + split
                 partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-                store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+                store_partials(*partials, partials_M, mask_M, acc_parts, max_M, sum_M, HEAD_DIM, TILE_D)
                 tl.debug_barrier()  # every thread has written
                 if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                     tl.store(arrived_ptr + head, 0)  # for the next layer
@@ -165,19 +175,21 @@ def listed_decode_kernel(
                     written_S = splits_S < num_splits
                     for row in range(0, GROUP):
                         partials_S = (head * GROUP + row) * MAX_SPLITS + splits_S
-                        out_D = combined(
-                            *partials,
-                            partials_S,
-                            written_S,
-                            sinks_ptr,
-                            kv_head * GROUP + row,
-                            scale_log2,
-                            HEAD_DIM,
-                            TILE_D,
-                            ".cg",
-                        )
-                        out_ptrs_D = out_token_ptr + row * OUT_HEAD_STRIDE + d_D
-                        tl.store(out_ptrs_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
+                        for part in tl.static_range(len(elements)):
+                            out_D = combined(
+                                *partials,
+                                partials_S,
+                                written_S,
+                                sinks_ptr,
+                                kv_head * GROUP + row,
+                                elements[part],
+                                scale_log2,
+                                HEAD_DIM,
+                                ".cg",
+                            )
+                            out_ptrs_D = out_token_ptr + row * OUT_HEAD_STRIDE + elements[part]
+                            mask_D = elements[part] < HEAD_DIM
+                            tl.store(out_ptrs_D, out_D.to(out_ptr.dtype.element_ty), mask=mask_D)
 
 
 def listed_decode(
@@ -197,8 +209,9 @@ def listed_decode(
     min_keys: as for write_lists.
     """
     num_kv_heads = kv_cache_N2PKd.shape[3]
-    tiles = listed_decode_tiles(q_THd.shape[2], q_THd.element_size())
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
+    rows = rows_of(constants["GROUP"])
+    tiles = listed_decode_tiles(q_THd.shape[2], q_THd.element_size(), rows)
     partials = Partials.of(out_THd, layout.num_requests, MAX_LISTED_SPLITS)
     listed_decode_kernel[(min(num_sms * tiles.programs, layout.num_requests * num_kv_heads * MAX_LISTED_SPLITS),)](
         q_THd,
@@ -218,7 +231,7 @@ def listed_decode(
         out_THd.stride(0),
         min_keys,
         **constants,
-        TILE_M=rows_of(constants["GROUP"]),
+        TILE_M=rows,
         TILE_N=tiles.keys,
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,

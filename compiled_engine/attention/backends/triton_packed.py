@@ -18,12 +18,19 @@ from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, ST
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     add_values,
-    load_rows,
-    normalised,
+    head_elements,
+    head_masks,
+    load_parts,
+    load_queries,
+    no_sums,
+    normalised_parts,
+    rescaled,
     scales,
     scores_of,
+    store_parts,
     weigh,
 )
+from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows, tile_of_head, wide_tiles
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -50,6 +57,10 @@ def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTil
     num_tokens: tokens of the batch, which decide whether tiles are small. The number of rows says nothing about the
     length of texts, because a captured graph has rows for the largest number of requests.
     """
+    if is_wide(head_dim):
+        rows = most_rows(element_size)
+        wide = wide_tiles(element_size, rows)
+        return PackedTiles(rows, wide.keys, wide.num_warps, wide.num_stages)
     if element_size == 4:
         return PackedTiles(32, 16 if head_dim > 128 else 32, num_warps=8 if head_dim > 128 else 4, num_stages=2)
     if head_dim > 128:
@@ -117,12 +128,13 @@ def packed_kernel(
         return
 
     queries_M = first_query + tl.arange(0, TILE_M)
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = (queries_M < length)[:, None] & (d_D[None, :] < HEAD_DIM)
+    elements = head_elements(HEAD_DIM, TILE_D)
+    mask_M = queries_M < length
+    masks = head_masks(mask_M, elements, HEAD_DIM)
     tokens_M = (start + queries_M).to(tl.int64)
     # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
     q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + head * Q_HEAD_STRIDE
-    q_MD = tl.load(q_ptr + q_rows_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
+    q_parts = load_queries(q_ptr + q_rows_M[:, None], elements, masks, "")
 
     num_keys = tl.where(tl.load(seq_lens_ptr + request) > 0, length, 0)
     first_key = 0
@@ -136,7 +148,7 @@ def packed_kernel(
     head_k_ptr = k_ptr + tl.multiple_of(start.to(tl.int64) * k_token_stride, 8) + kv_head * K_HEAD_STRIDE
     head_v_ptr = v_ptr + tl.multiple_of(start.to(tl.int64) * v_token_stride, 8) + kv_head * V_HEAD_STRIDE
     n_N = tl.arange(0, TILE_N)
-    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+    acc_parts = no_sums(TILE_M, elements)
     max_M = tl.full([TILE_M], LOWEST, tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     # First the tiles that every query sees whole, then the others.
@@ -145,8 +157,8 @@ def packed_kernel(
             keys_N = key + n_N
             stored_N = keys_N < end_key
             k_rows_N = tl.multiple_of(keys_N.to(tl.int64) * k_token_stride, 8)
-            k_ND = load_rows(head_k_ptr + k_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
-            scores_MN = scores_of(q_MD, k_ND, None, None, scale_log2, CAP_SCALE)
+            k_parts = load_parts(head_k_ptr + k_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
+            scores_MN = scores_of(q_parts, k_parts, None, None, scale_log2, CAP_SCALE)
             if masked == 1:
                 seen_MN = stored_N[None, :]
                 if WINDOW > 0:
@@ -154,17 +166,17 @@ def packed_kernel(
                     seen_MN = seen_MN & (distance_MN < WINDOW) & (distance_MN > -WINDOW)
                 scores_MN = tl.where(seen_MN, scores_MN, float("-inf"))
             weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
-            acc_MD *= rescale_M[:, None]
+            acc_parts = rescaled(acc_parts, rescale_M)
             sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
             v_rows_N = tl.multiple_of(keys_N.to(tl.int64) * v_token_stride, 8)
-            v_ND = load_rows(head_v_ptr + v_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
-            acc_MD = add_values(acc_MD, weights_MN, v_ND, q_MD.dtype)
+            v_parts = load_parts(head_v_ptr + v_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
+            acc_parts = add_values(acc_parts, weights_MN, v_parts, q_parts[0].dtype)
     heads_M = tl.zeros([TILE_M], tl.int32) + head
     is_padding = num_keys == 0
-    out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, queries_M < length, scale_log2)
-    out_MD = tl.where(is_padding, 0.0, out_MD)
+    out_parts = normalised_parts(acc_parts, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
+    out_parts = [tl.where(is_padding, 0.0, out_MD) for out_MD in out_parts]
     out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + head * OUT_HEAD_STRIDE
-    tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+    store_parts(out_ptr, out_rows_M[:, None], out_parts, elements, masks)
 
 
 def attend_packed(
@@ -207,7 +219,7 @@ def attend_packed(
         HEAD_DIM=head_dim,
         TILE_M=tiles.queries,
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
+        TILE_D=tile_of_head(head_dim),
         SEARCHED=SEARCHED,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -20,9 +20,15 @@ from compiled_engine.attention.backends.triton_tile import (
     attend_tile,
     blocks_of,
     first_read,
-    normalised,
+    head_elements,
+    head_masks,
+    load_queries,
+    no_sums,
+    normalised_parts,
     scales,
+    store_parts,
 )
+from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows, wide_tiles
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import product_type, scales_of
@@ -31,8 +37,6 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
-# The fewest rows of any tile.
-SMALLEST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,12 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
     """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
     max_seq_len: the host's upper bound of the contexts; short contexts would leave large tiles half empty. `rows` is at
-    least the largest number of query heads per K/V head that the backend allows.
+    least the largest number of query heads per K/V head that the backend allows for such heads.
     """
+    if is_wide(head_dim):
+        rows = most_rows(element_size)
+        wide = wide_tiles(element_size, rows)
+        return PrefillTiles(rows, wide.keys, wide.num_warps, wide.num_stages, wide.programs)
     if element_size == 4:
         return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=2)
     if head_dim > 128:
@@ -59,6 +67,11 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
     if max_seq_len <= SHORT_CONTEXT:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3, programs=4 if head_dim <= 64 else 2)
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
+
+
+def fewest_rows(head_dim: int, element_size: int) -> int:
+    """Return the fewest rows of the tiles for these heads, whatever the contexts are."""
+    return min(prefill_tiles(head_dim, element_size, context).rows for context in (SHORT_CONTEXT, SHORT_CONTEXT + 1))
 
 
 @quick_launches
@@ -114,7 +127,7 @@ def prefill_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     rows_M = tl.arange(0, TILE_M)
-    d_D = tl.arange(0, TILE_D)
+    elements = head_elements(HEAD_DIM, TILE_D)
     n_N = tl.arange(0, TILE_N)
     for first_item in tl.range(0, num_items, num_programs, num_stages=1):
         item = item_at(first_item, num_programs, program)
@@ -129,12 +142,12 @@ def prefill_kernel(
 
             queries_M = first_query + rows_M // GROUP
             heads_M = kv_head * GROUP + rows_M % GROUP
-            mask_MD = ((rows_M < QUERIES * GROUP) & (queries_M < query_len))[:, None] & (d_D[None, :] < HEAD_DIM)
+            masks = head_masks((rows_M < QUERIES * GROUP) & (queries_M < query_len), elements, HEAD_DIM)
             tokens_M = (query_start + queries_M).to(tl.int64)
             # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
             q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
-            q_MD = tl.load(q_ptr + q_rows_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0, cache_modifier=".cg")
-            q_MD = product_type(q_MD, cache_ptr.dtype.element_ty)
+            q_parts = load_queries(q_ptr + q_rows_M[:, None], elements, masks, ".cg")
+            q_parts = [product_type(q_MD, cache_ptr.dtype.element_ty) for q_MD in q_parts]
 
             positions_M = seq_len - query_len + queries_M
             first_position = seq_len - query_len + first_query
@@ -152,7 +165,7 @@ def prefill_kernel(
             head_scales_ptr = None
             if scales_ptr is not None:
                 head_scales_ptr = scales_ptr + kv_head
-            acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+            acc_parts = no_sums(TILE_M, elements)
             max_M = tl.full([TILE_M], LOWEST, tl.float32)
             sum_M = tl.zeros([TILE_M], tl.float32)
             # First the tiles that every query sees whole, then the others.
@@ -164,9 +177,9 @@ def prefill_kernel(
                 block_N = blocks_of(table_ptr, start + n_N, end_key, BLOCK_SIZE)
                 for key in range(start, end, TILE_N):
                     next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, BLOCK_SIZE)
-                    acc_MD, max_M, sum_M = attend_tile(
-                        q_MD,
-                        acc_MD,
+                    acc_parts, max_M, sum_M = attend_tile(
+                        q_parts,
+                        acc_parts,
                         max_M,
                         sum_M,
                         positions_M,
@@ -183,9 +196,10 @@ def prefill_kernel(
                         ahead_M,
                     )
                     block_N = next_block_N
-            out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, heads_M < NUM_KV_HEADS * GROUP, scale_log2)
+            exists_M = heads_M < NUM_KV_HEADS * GROUP
+            out_parts = normalised_parts(acc_parts, max_M, sum_M, sinks_ptr, heads_M, exists_M, scale_log2)
             out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
-            tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+            store_parts(out_ptr, out_rows_M[:, None], out_parts, elements, masks)
     if DEPENDENT_LAUNCH:
         gdc_wait()
 

@@ -232,15 +232,15 @@ def rope_decode_kernel(
             sum_M += 1.0
         acc_MD += v_D.to(tl.float32)[None, :]
 
-    scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
+    scores_MN = scores_of((q_MD,), (k_ND,), k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
     scores_MN = tl.where(cached_N[None, :], scores_MN, float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     acc_MD *= rescale_M[:, None]
     sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)
-    acc_MD = add_values(acc_MD, weights_MN, v_ND, q_MD.dtype)
-    acc_MD, max_M, sum_M = fold_keys(
-        q_MD,
-        acc_MD,
+    acc_parts = add_values((acc_MD,), weights_MN, (v_ND,), q_MD.dtype)
+    acc_parts, max_M, sum_M = fold_keys(
+        (q_MD,),
+        acc_parts,
         max_M,
         sum_M,
         None,
@@ -257,13 +257,13 @@ def rope_decode_kernel(
     )
     out_ptr += tl.multiple_of(request * out_stride, 8)
     if length >= num_keys:
-        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
+        out_MD = normalised(acc_parts[0], max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
         out_ptrs_MD = out_ptr + heads_M[:, None] * OUT_HEAD_STRIDE + d_D[None, :]
         tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
         return
     partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
     partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+    store_partials(*partials, partials_M, mask_M, acc_parts, max_M, sum_M, HEAD_DIM, TILE_D)
 
 
 def rope_decode(

@@ -3,6 +3,9 @@
 Letters of a tile's dimensions: M rows (query heads, each of one query), N keys, D elements of a head, of which those
 from HEAD_DIM on are padding. All other letters are those of attention/inputs.py.
 
+A head of more than TILE_D elements has a tail, which has a tile of its own (wide_tiles.py). So queries, keys, values
+and accumulators are *parts*: tuples of one tile, or of two for a head with a tail.
+
 The online softmax is by Milakov & Gimelshein 2018; its use in tiles by Dao et al. 2022 (FlashAttention). Gluon kernels
 call these functions too, except those that load or multiply tiles.
 """
@@ -23,6 +26,8 @@ LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 # Every kernel's tile of keys divides this number, and dequantised contexts begin at a multiple of it.
 TILES_OF_KEYS = tl.constexpr(128)
+# Fewest elements that the tensor cores add up in a product.
+SMALLEST_PRODUCT = 16
 
 
 class HeadCache(NamedTuple):
@@ -115,6 +120,55 @@ def seen(
     return seen_MN
 
 
+@triton.constexpr_function
+def tail_of(head_dim: int, tile_d: int) -> int:
+    """Return the elements of the tile for a head's tail, a power of two; 0 if the head has at most tile_d elements."""
+    return max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim - tile_d)) if head_dim > tile_d else 0
+
+
+@triton.jit
+def head_elements(HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Return the indices of a head's elements in each of its parts, [D] each."""
+    TAIL_D: tl.constexpr = tail_of(HEAD_DIM, TILE_D)
+    if TAIL_D == 0:
+        return (tl.arange(0, TILE_D),)
+    else:
+        return tl.arange(0, TILE_D), TILE_D + tl.arange(0, TAIL_D)
+
+
+@triton.jit
+def head_masks(mask_M: tl.tensor, elements: tl.tuple, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Return which elements exist in each part of the rows in mask_M, [M, D] each. elements: see head_elements."""
+    return [mask_M[:, None] & (d_D[None, :] < HEAD_DIM) for d_D in elements]  # type: ignore[return-value]
+
+
+@triton.jit
+def load_queries(
+    ptrs_M1: tl.tensor, elements: tl.tuple, masks: tl.tuple, CACHE_MODIFIER: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """Return the parts [M, D] of query heads; zeros for elements that do not exist.
+
+    ptrs_M1: pointers to the heads, [M, 1]. elements, masks: see head_elements, head_masks.
+    """
+    first_MD = tl.load(ptrs_M1 + elements[0][None, :], mask=masks[0], other=0.0, cache_modifier=CACHE_MODIFIER)
+    if len(masks) == 1:
+        return (first_MD,)
+    else:
+        ptrs_MD = ptrs_M1 + elements[1][None, :]
+        return first_MD, tl.load(ptrs_MD, mask=masks[1], other=0.0, cache_modifier=CACHE_MODIFIER)
+
+
+@triton.jit
+def store_parts(ptr: tl.tensor, offsets_M1: tl.tensor, parts: tl.tuple, elements: tl.tuple, masks: tl.tuple) -> None:
+    """Store the parts [M, D] of heads, in the dtype of ptr.
+
+    offsets_M1: of the heads, [M, 1]. elements, masks: see head_elements, head_masks.
+    """
+    for part in tl.static_range(len(elements)):
+        ptrs_MD = ptr + offsets_M1 + elements[part][None, :]
+        tl.store(ptrs_MD, parts[part].to(ptr.dtype.element_ty), mask=masks[part])
+
+
 @triton.jit
 def load_rows(
     ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
@@ -136,6 +190,19 @@ def load_rows(
 
 
 @triton.jit
+def load_parts(
+    ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """Return the parts [N, D] of heads. Arguments are those of load_rows."""
+    TAIL_D: tl.constexpr = tail_of(HEAD_DIM, TILE_D)
+    if TAIL_D == 0:
+        return (load_rows(ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D),)
+    else:
+        first_ND = load_rows(ptrs_N, stored_N, MASKED, TILE_D, TILE_D)
+        return first_ND, load_rows(ptrs_N + TILE_D, stored_N, MASKED, HEAD_DIM - TILE_D, TAIL_D)
+
+
+@triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
     """Return the scores for these dot products of queries and keys, see `scales`. scores: the dot products."""
     if CAP_SCALE > 0:
@@ -145,20 +212,23 @@ def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def scores_of(
-    q_MD: tl.tensor,
-    k_ND: tl.tensor,
+    q_parts: tl.tuple,
+    k_parts: tl.tuple,
     k_scale_N: tl.tensor | None,
     v_scale_N: tl.tensor | None,
     scale_log2: tl.tensor,
     CAP_SCALE: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores [M, N], see `scales`.
+    """Return scores [M, N], see `scales`. q_parts: [M, D] each; k_parts: [N, D] each.
 
     k_scale_N, v_scale_N: fp32 scales of 8-bit keys and values; None: there are none. The scales of values are added to
     the scores as logarithms. So weights are multiplied by codes, and the largest weight is 1: none of the precision of
     the weights' type is lost, whatever the scales are.
     """
-    products_MN = tl.dot(q_MD, tl.trans(numbers(k_ND, q_MD.dtype)), input_precision="ieee")
+    dtype: tl.constexpr = q_parts[0].dtype
+    products_MN = tl.dot(q_parts[0], tl.trans(numbers(k_parts[0], dtype)), input_precision="ieee")
+    if len(q_parts) > 1:
+        products_MN = tl.dot(q_parts[1], tl.trans(numbers(k_parts[1], dtype)), products_MN, input_precision="ieee")
     if k_scale_N is not None:
         shift_N = tl.log2(v_scale_N) / scale_log2  # type: ignore[arg-type]
         return capped(products_MN * k_scale_N[None, :], CAP_SCALE) + shift_N[None, :]
@@ -188,15 +258,28 @@ def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
 
 
 @triton.jit
-def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def add_values(
+    acc_parts: tl.tuple, weights_MN: tl.tensor, v_parts: tl.tuple, dtype: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Return acc plus the tile's values times their weights. dtype: in which weights and values are multiplied."""
-    return tl.dot(weights_MN.to(dtype), numbers(v_ND, dtype), acc_MD, input_precision="ieee")
+    weights_MN = weights_MN.to(dtype)
+    first_MD = tl.dot(weights_MN, numbers(v_parts[0], dtype), acc_parts[0], input_precision="ieee")
+    if len(acc_parts) > 1:
+        return first_MD, tl.dot(weights_MN, numbers(v_parts[1], dtype), acc_parts[1], input_precision="ieee")
+    else:
+        return (first_MD,)
+
+
+@triton.jit
+def rescaled(acc_parts: tl.tuple, factor_M: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Return acc times the factor of each row."""
+    return [acc_MD * factor_M[:, None] for acc_MD in acc_parts]  # type: ignore[return-value]
 
 
 @triton.jit
 def attend_tile(
-    q_MD: tl.tensor,
-    acc_MD: tl.tensor,
+    q_parts: tl.tuple,
+    acc_parts: tl.tuple,
     max_M: tl.tensor,
     sum_M: tl.tensor,
     positions_M: tl.tensor,
@@ -211,7 +294,7 @@ def attend_tile(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     ahead_M: tl.tensor | None = None,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
     """Return the (acc, max, sum) of all rows with the keys first_key .. first_key + TILE_N - 1 included.
 
     positions_M: the position of each query. ahead_M: see `seen`.
@@ -225,7 +308,7 @@ def attend_tile(
     k_ptrs_N = cache.ptr + key_offset(
         block_N, keys_N, cache.BLOCK_SIZE, cache.NUM_KV_HEADS, cache.HEAD_DIM, cache.WIDTH
     )
-    k_ND = load_rows(k_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
+    k_parts = load_parts(k_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
     k_scale_N = None
     v_scale_N = None
     if cache.scales_ptr is not None:
@@ -239,22 +322,22 @@ def attend_tile(
             cache.HEAD_DIM,
             cache.WIDTH,
         )
-    scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
+    scores_MN = scores_of(q_parts, k_parts, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
     if MASKED:
         seen_MN = seen(keys_N, positions_M, WINDOW, ahead_M)
         scores_MN = tl.where(stored_N[None, :] & seen_MN, scores_MN, float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
-    acc_MD *= rescale_M[:, None]
+    acc_parts = rescaled(acc_parts, rescale_M)
     sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)
     v_ptrs_N = k_ptrs_N + cache.BLOCK_SIZE * cache.NUM_KV_HEADS * cache.WIDTH
-    v_ND = load_rows(v_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
-    return add_values(acc_MD, weights_MN, v_ND, q_MD.dtype), max_M, sum_M
+    v_parts = load_parts(v_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
+    return add_values(acc_parts, weights_MN, v_parts, q_parts[0].dtype), max_M, sum_M
 
 
 @triton.jit
 def fold_keys(
-    q_MD: tl.tensor,
-    acc_MD: tl.tensor,
+    q_parts: tl.tuple,
+    acc_parts: tl.tuple,
     max_M: tl.tensor,
     sum_M: tl.tensor,
     positions_M: tl.tensor | None,
@@ -268,7 +351,7 @@ def fold_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
     """Return the (acc, max, sum) of a request's queries with its keys first_key .. end_key - 1 included.
 
     positions_M: the position of each query; None: there is one query, which sees all these keys.
@@ -287,9 +370,9 @@ def fold_keys(
             next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, cache.BLOCK_SIZE)
         else:
             block_N = blocks_of(table_ptr, key + n_N, end_key, cache.BLOCK_SIZE)
-        acc_MD, max_M, sum_M = attend_tile(
-            q_MD,
-            acc_MD,
+        acc_parts, max_M, sum_M = attend_tile(
+            q_parts,
+            acc_parts,
             max_M,
             sum_M,
             positions_M,
@@ -306,7 +389,7 @@ def fold_keys(
         )
         if LOOK_AHEAD:
             block_N = next_block_N
-    return acc_MD, max_M, sum_M
+    return acc_parts, max_M, sum_M
 
 
 @triton.jit
@@ -325,17 +408,17 @@ def attend_keys(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
+) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
+    """Return (parts of acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
 
     q_ptrs_M: pointers to each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
     """
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = mask_M[:, None] & (d_D[None, :] < cache.HEAD_DIM)
-    q_MD = tl.load(q_ptrs_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
+    elements = head_elements(cache.HEAD_DIM, TILE_D)
+    masks = head_masks(mask_M, elements, cache.HEAD_DIM)
+    q_parts = load_queries(q_ptrs_M[:, None], elements, masks, "")
     return fold_keys(
-        product_type(q_MD, cache.ptr.dtype.element_ty),
-        tl.zeros([TILE_M, TILE_D], tl.float32),
+        [product_type(q_MD, cache.ptr.dtype.element_ty) for q_MD in q_parts],
+        no_sums(TILE_M, elements),
         tl.full([TILE_M], LOWEST, tl.float32),
         tl.zeros([TILE_M], tl.float32),
         positions_M,
@@ -350,6 +433,12 @@ def attend_keys(
         TILE_D,
         LOOK_AHEAD,
     )
+
+
+@triton.jit
+def no_sums(TILE_M: tl.constexpr, elements: tl.tuple) -> tuple[tl.tensor, ...]:
+    """Return zeros for the parts of acc. elements: see head_elements."""
+    return [tl.zeros([TILE_M, d_D.shape[0]], tl.float32) for d_D in elements]  # type: ignore[return-value]
 
 
 @triton.jit
@@ -371,3 +460,17 @@ def normalised(
         sum_M += tl.exp2(sink_M * LOG2_E - max_M * scale_log2)
     # A padding row (seq_len 0) saw no key: zeros.
     return acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+
+
+@triton.jit
+def normalised_parts(
+    acc_parts: tl.tuple,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    sinks_ptr: tl.tensor,
+    heads_M: tl.tensor,
+    mask_M: tl.tensor,
+    scale_log2: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    """Return the results of `normalised` for the parts of acc."""
+    return [normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2) for acc_MD in acc_parts]  # type: ignore[return-value]

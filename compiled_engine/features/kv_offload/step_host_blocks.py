@@ -67,7 +67,7 @@ class StepHostBlocks(StepFeature):
 
     def start_up(self, progress: Progress) -> int:
         """Allocate the staging buffer, before the KV cache takes what is left of the device's memory."""
-        row_bytes = sum(cache[0].nbytes for cache in self._caches)
+        row_bytes = sum(cache[0].nbytes for cache in self._distinct())
         rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
         return 0
@@ -203,9 +203,13 @@ class StepHostBlocks(StepFeature):
         assert self._host is not None
         return self._host.rows
 
+    def _distinct(self) -> list[torch.Tensor]:
+        """Return the caches of all layers; a cache that layers share comes once."""
+        return [*{id(cache): cache for cache in self._caches}.values()]
+
     def _parts(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each layer's cache [N, words] and its part of the staging buffer, in the widest words that fit all."""
-        caches = [cache.view(torch.uint8).flatten(1) for cache in self._caches if cache.numel()]
+        caches = [cache.view(torch.uint8).flatten(1) for cache in self._distinct() if cache.numel()]
         word = torch.int64 if all(cache.shape[1] % 8 == 0 for cache in caches) else torch.uint8
         start = 0
         for cache in caches:
