@@ -185,7 +185,10 @@ def test_files_are_those_of_a_model_and_a_layout(folder: Path, tmp_path: Path) -
         ({"enable_prefix_caching": False}, "kv_offloading_size is 0.01, but there is no prefix cache"),
         ({"kv_offloading_size": 1e-7}, "kv_offloading_size is 1e-07 GiB; allowed: from .* GiB, a block, to the"),
         ({"kv_offloading_size": 1e6}, "kv_offloading_size is 1000000.0 GiB; allowed: from"),
-        ({"kv_offloading_size": 0, "kv_offloading_folder": "x"}, "kv_offloading_folder is 'x', but without kv_offloading_size"),
+        (
+            {"kv_offloading_size": 0, "kv_offloading_folder": "x"},
+            "kv_offloading_folder is 'x', but without kv_offloading_size",
+        ),
         ({"kv_offloading_folder": "x", "kv_offloading_folder_size": 1e-9}, "kv_offloading_folder_size is 1e-09 GiB; "),
         ({"kv_offloading_size": -1}, "kv_offloading_size is -1; allowed: at least 0"),
     ],
