@@ -17,7 +17,7 @@ from speech_models import IDS, RATE, SpeechOracle, random_clip, transcribing_ora
 from compiled_engine import LLM
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.features.speech.frontend.decoding import decoded_audio, resampled
-from compiled_engine.features.speech.frontend.transcription import windows_of
+from compiled_engine.features.speech.frontend.transcription import Transcription, windows_of
 
 OPTIONS: dict[str, Any] = {
     "mode": "eager",
@@ -40,6 +40,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> SpeechOracle:
 def llm(oracle: SpeechOracle) -> Iterator[LLM]:
     with LLM(oracle.folder, **OPTIONS) as made:
         yield made
+
+
+def said(result: Transcription) -> tuple[Any, ...]:
+    """A transcription without its probabilities, whose last bits depend on the batch."""
+    return result.text, result.language, result.duration, [(each.start, each.token_ids) for each in result.segments]
 
 
 def generated(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[int]:
@@ -99,7 +104,7 @@ def test_a_prompt_and_files_are_read(oracle: SpeechOracle, llm: LLM, tmp_path: P
     path = tmp_path / "clip.wav"
     soundfile.write(path, clip, RATE, subtype="FLOAT")
     for given in (path, str(path), path.read_bytes()):
-        assert llm.transcribe(given, language="en", temperature=0.0) == plain
+        assert said(llm.transcribe(given, language="en", temperature=0.0)) == said(plain)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -115,7 +120,7 @@ def test_a_core_in_another_process_gets_features_and_clips(oracle: SpeechOracle,
             await engine.shutdown()
 
     found, metrics = asyncio.run(transcribed())
-    assert found == llm.transcribe((audio, RATE), **asked)
+    assert said(found) == said(llm.transcribe((audio, RATE), **asked))
     assert metrics["clips_encoded"] == len(found.segments) == 3
 
 
