@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ from compiled_engine.features.pooling.frontend.processor import (
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.speech.frontend.requests import SpeechRequests
+from compiled_engine.features.speech.frontend.transcription import Asked, Transcription, run_async
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
 from compiled_engine.frontend.attachments import AttachmentThreads
@@ -181,6 +184,24 @@ class AsyncLLM:
 
         size = rendering_size([messages, tools, chat_template_kwargs])
         return self._run(render, size, True, sampling_params, request_id, output, priority, lora_request)
+
+    async def transcribe(
+        self,
+        audio: Any,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str | None = None,
+        temperature: float | Sequence[float] | None = None,
+    ) -> Transcription:
+        """Return the text of audio of any length; see `LLM.transcribe`. The audio is read in a thread."""
+
+        async def last(asked: Asked) -> RequestOutput:
+            async with aclosing(self.generate(asked.prompt, asked.params, output="final")) as outputs:
+                return [output async for output in outputs][-1]
+
+        chosen = language, task, prompt, temperature
+        return await run_async(await asyncio.to_thread(self.speech.transcribing, audio, *chosen), last)
 
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.
@@ -500,6 +521,11 @@ class AsyncLLM:
     def why_no_images(self) -> str | None:
         """The reason why prompts may have no images; None if they may."""
         return self._frontend.features.images.why_none
+
+    @property
+    def speech(self) -> SpeechRequests:
+        """The feature's part that turns audio into prompts; see its `transcribing`."""
+        return self._frontend.features.speech
 
     def image_bytes(self, num_images: int) -> tuple[int, int]:
         """Return the most bytes that a prompt's processed images take, and the bytes that this process holds now.

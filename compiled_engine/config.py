@@ -16,6 +16,7 @@ import torch
 from compiled_engine.kv_format import AUTO, cache_dtype, halves_of, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
+from compiled_engine.speech import SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 
@@ -246,6 +247,7 @@ class ModelConfig:
     merged_adapter: Path | None = None  # folder of an adapter that is merged into the weights when they are loaded
     head: HeadConfig | None = None  # set for a draft head, whose vocab_size is that of its embedding
     vision: VisionDescription | None = None  # set for a vision tower, which has no tokens
+    speech: SpeechDescription | None = None  # set for a speech model, whose other fields describe the decoder
     overrides: str = ""  # values that replace those in config.json, as JSON
 
     @property
@@ -398,6 +400,17 @@ class ImageInput:
     max_pixels: int  # of an image
     allowed_domains: tuple[str, ...]  # hosts from which images are fetched
     local_folder: Path | None  # folder whose files URLs may name
+
+
+@dataclass(frozen=True)
+class SpeechConfig:
+    """The audio of prompts: how clips are read, and limits of their keys and values on the device."""
+
+    num_slots: int  # clips whose keys and values are on the device; each running request holds one
+    step_clips: int  # most clips that a step encodes
+    encoder_backend: str  # attention backend of the encoder
+    num_workers: int  # processes that compute features
+    cache_bytes: int  # features kept in each process that takes requests
 
 
 @dataclass(frozen=True)
@@ -560,6 +573,7 @@ class EngineConfig:
     adapters: AdapterConfig | None  # None: requests have no adapters
     images: ImagesConfig | None  # None: prompts have no images
     image_input: ImageInput | None  # None: prompts have no images, see reasons
+    speech: SpeechConfig | None  # set for a speech model, each of whose prompts has a clip
     kv_events: KVEventsConfig | None  # None: no events of the prefix cache are published
     sleeps: bool  # it may give its memory back while it is idle
     logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
@@ -629,6 +643,7 @@ class EngineConfig:
             adapters=None,
             images=None,
             image_input=None,
+            speech=None,
             kv_events=None,
         )
 

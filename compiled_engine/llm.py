@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from compiled_engine.features.pooling.frontend.processor import PoolingProcessor
     from compiled_engine.features.pooling.frontend.task import PoolingParams
+    from compiled_engine.features.speech.frontend.transcription import Asked, Transcription
     from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
@@ -161,6 +162,38 @@ class LLM:
             for name, conversation in split_conversations(messages)
         ]
         return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
+
+    def transcribe(
+        self,
+        audio: Any,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str | None = None,
+        temperature: float | Sequence[float] | None = None,
+        use_tqdm: bool = False,
+    ) -> Transcription:
+        """Return the text of audio of any length, with a speech model.
+
+        audio: a pair (samples, rate), a path, or the bytes of a file.
+        language: a code such as "en"; None to detect it.
+        task: "transcribe", or "translate" into English.
+        prompt: a text before the audio's, whose style and names the result follows.
+        temperature: of sampling, or several, of which the next is used for a window whose text repeats itself or is
+            improbable; None for those of the paper.
+
+        Raises TypeError, ValueError or OSError for bad input, before anything is scheduled.
+        """
+        self._require_generating()
+        asking = self._frontend.features.speech.transcribing(audio, language, task, prompt, temperature)
+
+        def run_all(asked: list[Asked]) -> list[RequestOutput]:
+            params = [each.params for each in asked]
+            return self._generate(parse_prompts([each.prompt for each in asked]), params, use_tqdm, None, None)
+
+        from compiled_engine.features.speech.frontend.transcription import run
+
+        return run(asking, run_all)
 
     @no_full_gc()
     def encode(

@@ -276,13 +276,13 @@ class EngineOptions:
     encoder_cache_size: int | None = declare(
         None,
         integer(most=1 << 24),
-        "embeddings of images to keep on the device",
+        "embeddings of images, or encoder positions of clips, to keep on the device",
         default_is="max_num_encoder_input_tokens, or those of the largest image if it has more",
     )
     max_num_encoder_input_tokens: int | None = declare(
         None,
         integer(most=1 << 24),
-        "most embeddings of images that a step computes",
+        "most embeddings of images, or encoder positions of clips, that a step computes",
         "a larger image has a step of its own",
         default_is="max_num_batched_tokens",
     )
@@ -303,6 +303,12 @@ class EngineOptions:
     max_image_pixels: int = declare(1 << 26, integer(most=178_956_970), "pixels of an image, before it is decoded")
     image_workers: int | None = declare(
         None, integer(most=64), "processes that decode and process images", default_is="half of the cores, 1 to 4"
+    )
+    audio_workers: int | None = declare(
+        None,
+        integer(most=64),
+        "processes that decode [audio](speech.md) and compute its features",
+        default_is="half of the cores, 1 to 4",
     )
     allowed_media_domains: tuple[str, ...] = declare(
         (),

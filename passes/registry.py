@@ -56,6 +56,9 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 # Suffix of a step tensor's name, by its first dimension.
 _SUFFIXES: dict[tuple[int | str, ...], str] = {("tokens",): "T", ("requests",): "R"}
 
+# Modules of ops that models call, and that Inductor leaves as they are.
+_OPS_OF_MODELS = ("compiled_engine.passes.speech.cross_attention",)
+
 # The list that register_pass changes, the only mutable global of the project.
 _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
@@ -166,10 +169,11 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Return the names of the modules that define the passes and their ops, sorted.
+    """Return the names of the modules that define the passes and their ops, and other ops in pieces, sorted.
 
     Processes that compile pieces import these modules. Passes from a script or notebook (`__main__`) are left out,
     since other processes cannot import them.
     """
     modules = {type(graph_pass).__module__ for graph_pass in _registered}
-    return tuple(sorted(name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__")))
+    found = (name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__"))
+    return tuple(sorted((*found, *_OPS_OF_MODELS)))

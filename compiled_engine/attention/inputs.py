@@ -158,6 +158,9 @@ STEP_TENSORS = (
     StepTensor("attention_inputs.host_3", (3,), torch.int32, on_host=True),
 )
 
+# The inputs of attention alone.
+ATTENTION_TENSORS = tuple(tensor for tensor in STEP_TENSORS if tensor.name.startswith("attention_inputs."))
+
 # Each request's row in the states, -1 for padding. Only some models read it.
 ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
 
@@ -192,6 +195,16 @@ def _angle_lengths(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tenso
 # rotary angles assume: that number, or for later tokens the number of tokens up to this one.
 FIRST_LENGTH = "first_length"
 ANGLE_LENGTHS = StepTensor("angle_lengths_T", ("tokens",), torch.int64, fill=_angle_lengths)
+
+
+def _clip_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    clip_R: torch.Tensor = states.fields[CLIP][step["rows_R"].clamp(min=0).long()]
+    return clip_R[request_of_tokens(step)]
+
+
+# The row field with the slot of the clip that a request's tokens attend to, and that slot for each token.
+CLIP, NO_CLIP = "clip", -1
+CLIPS = StepTensor("clip_T", ("tokens",), torch.int32, padding=NO_CLIP, fill=_clip_of_tokens)
 _NAMES = frozenset(t.name for t in STEP_TENSORS)
 _FIELDS = [(t.name.partition(".")[2], t.name) for t in STEP_TENSORS if "." in t.name]
 _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.name and not t.on_host]
@@ -223,6 +236,20 @@ def padding_of(
 def attention_inputs_of(step: Mapping[str, torch.Tensor], backend: str) -> AttentionInputs:
     """Return the attention inputs of a batch. step: the batch's step tensors, by name."""
     return AttentionInputs(**{field: step[name] for field, name in _FIELDS}, backend=backend)
+
+
+def packed_inputs(num_tokens: int, lens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the inputs of attention without a cache, on the CPU, by name.
+
+    lens: the number of tokens of each text, image or clip, which takes the place of a request.
+    """
+    sizes = {"tokens": num_tokens, "requests": len(lens), "request_borders": len(lens) + 1}
+    found = padding_of(ATTENTION_TENSORS, sizes | {"blocks_per_request": 1, "work": 1}, torch.device("cpu"))
+    return found | {
+        "attention_inputs.query_start_loc_R1": torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32),
+        "attention_inputs.seq_lens_R": torch.tensor(lens, dtype=torch.int32),
+        "attention_inputs.host_3": torch.tensor([0, max(lens), max(lens)], dtype=torch.int32),
+    }
 
 
 def arguments_of(

@@ -27,9 +27,10 @@ class EngineCommand(TyperCommand):
             words = divide(args, self.get_params(ctx), self.rows)
         rest = super().parse_args(ctx, words.own)
         if not ctx.resilient_parsing:
-            own = {param.name: value for param in self.params if (value := _given(ctx, param)) is not None}
+            options = [param for param in self.params if param.param_type_name == "option"]
+            own = {param.name: value for param in options if (value := _given(ctx, param)) is not None}
             found = own_values(self, {**own, **words.others})
-            for param in self.params:
+            for param in options:
                 if found.get(param.name) != own.get(param.name):
                     ctx.params[param.name] = as_read(param, found.get(param.name))
         return rest

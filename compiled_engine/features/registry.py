@@ -45,6 +45,10 @@ from compiled_engine.features.speculation.drafter import Drafter
 from compiled_engine.features.speculation.eager_aux_hidden_states import EagerAuxHiddenStates
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.speculation.verification import DraftAdvance
+from compiled_engine.features.speech import plan as speech
+from compiled_engine.features.speech.eager_speech import EagerSpeech
+from compiled_engine.features.speech.plan import SpeechPlan
+from compiled_engine.features.speech.step_speech import StepSpeech
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.features.structured.step_masks import MaskedSteps
@@ -57,9 +61,9 @@ from compiled_engine.parallel.stages import StageLink
 # Metrics that add up over replicas: counts since the start, and current values.
 COUNTERS = (
     *(*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS),
-    *(*kv_events.COUNTERS, *kv_offload.COUNTERS),
+    *(*kv_events.COUNTERS, *kv_offload.COUNTERS, *speech.COUNTERS),
 )
-GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES, *kv_offload.GAUGES)
+GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES, *kv_offload.GAUGES, *speech.GAUGES)
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
@@ -74,6 +78,8 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
     if config.images is not None:
         features.append(ImagePlan(config.images))
+    if config.speech is not None:
+        features.append(SpeechPlan(config.speech))
     if config.parallel.num_stages > 1:
         stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
@@ -138,6 +144,8 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
         features.append(EagerAdapters(config))
     if config.images is not None:
         features.append(EagerImages(config, config.images))
+    if config.speech is not None and config.model.speech is not None:
+        features.append(EagerSpeech(config, config.speech, config.model.speech))
     return features
 
 
@@ -153,6 +161,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.insert(0, images_on_device := StepImagesOnDevice.of(parts, config.images))
         others.append(images_on_device.tower.check_weights)
         asleep.append(images_on_device.tower.lose_weights)
+    if config.speech is not None and model.speech is not None:
+        features.append(StepSpeech.of(parts, config.speech, model.speech))
     tail: Tail | None = None
     advance: Advance = StepAdvance(parts.states, parts.buffers)
     if config.speculation.num_tokens:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from compiled_engine.config import EngineConfig
 from compiled_engine.features.adapters.frontend.requests import AdapterRequests
 from compiled_engine.features.images.frontend.requests import ImageRequests
+from compiled_engine.features.speech.frontend.requests import SpeechRequests
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
 from compiled_engine.frontend.tokenizer import Tokenizer
 
@@ -16,6 +17,7 @@ class RequestFeatures(NamedTuple):
 
     structured: StructuredRequests
     adapters: AdapterRequests
+    speech: SpeechRequests
     images: ImageRequests
 
 
@@ -26,5 +28,6 @@ def request_features(
     return RequestFeatures(
         StructuredRequests(tokenizer, config.model.vocab_size, eos_token_ids, objects_allowed),
         AdapterRequests(config.adapters),
+        SpeechRequests.of(config, tokenizer),
         ImageRequests.of(config, tokenizer),
     )

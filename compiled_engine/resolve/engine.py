@@ -58,6 +58,7 @@ from compiled_engine.resolve.recurrences import (
     state_bytes,
 )
 from compiled_engine.resolve.speculation import num_drafts_asked, resolve_speculation
+from compiled_engine.resolve.speech import resolve_speech
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
 from compiled_engine.schema import require_defaults
 
@@ -105,6 +106,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     if model.latent_dim:
         reasons["model.latent_dim"] = "latent attention: a row of the KV cache is the key and the value of all heads"
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
+    speech = resolve_speech(options, model, scheduler, device, reasons)
     settings = processor_settings(options)
     images = resolve_images(options, model, scheduler, parallel, attention.backend, settings, reasons)
     image_input = resolve_image_input(options, model, None if images is None else images.vision, reasons)
@@ -138,6 +140,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         adapters=resolve_adapters(options, model, parallel, reasons=reasons),
         images=images,
         image_input=image_input,
+        speech=speech,
         kv_events=resolve_kv_events(options, caches_prefixes, reasons),
         sleeps=options.enable_sleep_mode,
         logprobs_mode=options.logprobs_mode,

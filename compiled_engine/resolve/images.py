@@ -45,7 +45,8 @@ def resolve_images(
     what is allowed.
     """
     if model.wrapper is None:
-        require_defaults(options, "the model takes only text", *_NEEDING)
+        if model.speech is None:  # whose encoder has these limits too
+            require_defaults(options, "the model takes only text", *_NEEDING)
         return None
     obstacle, vision, config = _obstacle(options, model, parallel), None, ""
     if obstacle is None:

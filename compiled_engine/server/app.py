@@ -43,6 +43,7 @@ from compiled_engine.server.rollouts import POST as TOLD_BY_TRAINERS
 from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
 from compiled_engine.server.tokenization import TOKENIZER_INFO, detokenize, tokenize, tokenizer_info
+from compiled_engine.server.transcriptions import transcriptions, translations
 from compiled_engine.server.web_page import PATH as INSPECTION
 from compiled_engine.server.web_page import Inspection, answers, page_files
 
@@ -67,6 +68,8 @@ POST: dict[str, Handler] = {
     "/v1/responses": responses,
     MESSAGES: messages,
     f"{MESSAGES}/count_tokens": count_tokens,
+    "/v1/audio/transcriptions": transcriptions,
+    "/v1/audio/translations": translations,
     "/v1/embeddings": embeddings,
     "/v2/embed": embed,
     "/pooling": pooling,

@@ -26,6 +26,8 @@ GAUGES = {
     "paused": ("paused", "1 while the engine is paused."),
     "image_cache_rows": ("encoder_cache_tokens", "Embeddings of images that the device has memory for."),
     "image_cache_rows_used": ("encoder_cache_tokens_used", "Embeddings of images on the device."),
+    "clip_slots": ("clip_slots", "Clips that the device has memory for."),
+    "clip_slots_used": ("clip_slots_used", "Clips on the device."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "kv_offload_blocks": ("kv_offload_blocks", "Blocks in host memory."),
     "kv_offload_slots": ("kv_offload_slots", "Blocks that host memory has room for."),
@@ -72,6 +74,9 @@ COUNTERS = {
     "tower_images": ("encoder_images", "Images whose embeddings a vision tower has computed."),
     "tower_embeddings": ("encoder_tokens", "Embeddings that it has computed."),
     "tower_runs": ("encoder_runs", "Steps with a run of the vision tower."),
+    "clips": ("clips", "Clips of completions."),
+    "clip_cache_hits": ("clip_cache_hits", "Clips of completions whose keys and values were on the device."),
+    "clips_encoded": ("encoded_clips", "Clips that the encoder has encoded."),
     "rested": ("spec_decode_num_requests_rested", "Completions that ceased to have drafts of a head."),
 }
 # Metrics with a label: name, label, help text.

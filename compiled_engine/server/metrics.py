@@ -38,11 +38,12 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("max_tokens, where given.", _TOKENS),
 }
 IMAGE_COUNTERS = {
-    "mm_cache_queries": "Images in prompts.",
-    "mm_cache_hits": "Images in prompts that were processed before.",
+    "mm_cache_queries": "Images, or clips, in prompts.",
+    "mm_cache_hits": "Images, or clips, in prompts that were processed before.",
     "image_processor_seconds": "Time that processing images took, in worker processes.",
+    "audio_processor_seconds": "Time that processing clips took, in worker processes.",
 }
-IMAGE_GAUGES = {"mm_cache_bytes": "Processed images in host memory."}
+IMAGE_GAUGES = {"mm_cache_bytes": "Processed images, or clips, in host memory."}
 PROMPT_TOKENS = {
     "prompt_tokens": "Tokens of prompts.",
     "prompt_tokens_cached": "Those that came from the prefix cache.",

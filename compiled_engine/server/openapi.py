@@ -43,6 +43,7 @@ from compiled_engine.server.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from compiled_engine.server.transcriptions import TranscriptionForm, TranscriptionResponse
 
 SCHEMAS = "#/components/schemas/{name}"
 ERRORS = {
@@ -54,7 +55,7 @@ ERRORS = {
     405: "The path does not know this method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is no JSON.",
+    415: "The body is no JSON, or no form.",
     500: "The server failed.",
     503: "The server is busy, shutting down, or has lost its engine.",
 }
@@ -69,11 +70,12 @@ class Operation:
     path: str
     method: str
     text: str  # its summary
-    takes: type[msgspec.Struct] | None = None  # type of the request body
+    takes: type[msgspec.Struct] | None = None  # type of the request body, which is JSON
     gives: type[msgspec.Struct] | type[str] | None = None  # type of the response body; `str` is plain text
     event: type[msgspec.Struct] | type[str] | None = None  # type of the events of a stream
     errors: tuple[int, ...] = ()  # status codes of its errors
     error: type[msgspec.Struct] = ErrorResponse
+    form: type[msgspec.Struct] | None = None  # type of the request body, if it is a form with a file
 
 
 OPERATIONS = (
@@ -95,6 +97,8 @@ OPERATIONS = (
               OF_BODIES),
     Operation("/classify", "post", "Probabilities of labels for each text.", ClassificationRequest,
               ClassificationResponse, None, OF_BODIES),
+    *(Operation(f"/v1/audio/{name}", "post", text, None, TranscriptionResponse, None, OF_BODIES, form=TranscriptionForm)
+      for name, text in (("transcriptions", "The text of an audio file."), ("translations", "Its text in English."))),
     *(Operation(path, "post", "A score for each pair of texts.", ScoreRequest, ScoreResponse, None, OF_BODIES)
       for path in ("/score", "/v1/score")),
     *(Operation(path, "post", "Documents in the order of their scores.", RerankRequest, RerankResponse, None, OF_BODIES)
@@ -122,7 +126,9 @@ def document(serving: Serving) -> dict[str, Any]:
     """Return the OpenAPI document, with bounds from the server's options and model."""
     from compiled_engine import __version__
 
-    types = {each for one in OPERATIONS for each in (one.takes, one.gives, one.event) if each not in (None, str)}
+    types = {
+        each for one in OPERATIONS for each in (one.takes, one.gives, one.event, one.form) if each not in (None, str)
+    }
     ordered = sorted({*types, *(one.error for one in OPERATIONS)}, key=str)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=SCHEMAS)
     bound_schemas(schemas, serving)
@@ -161,6 +167,8 @@ def _operation(one: Operation) -> dict[str, Any]:
         }
     if one.takes is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(one.takes)}}}
+    if one.form is not None:
+        result["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _schema(one.form)}}}
     if "{model}" in one.path:
         result["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return result

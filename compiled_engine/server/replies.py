@@ -153,6 +153,16 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             return bytes(body)
 
 
+async def read_bytes(request: Request, serving: Serving) -> bytes:
+    """Return the request's body, of any content type. Raises ApiError 408 or 413; ClientDisconnect as `read_json`."""
+    limits = serving.options.limits
+    try:
+        async with asyncio.timeout(limits.receive_timeout):
+            return await _read(request, limits.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body must arrive within {limits.receive_timeout:g} s") from None
+
+
 Reply: TypeAlias = "Response | PieceStream"
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 WARNING_HEADER = "x-compiled-engine-warning"

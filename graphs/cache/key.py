@@ -15,6 +15,7 @@ from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
+from compiled_engine.speech import SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 # Fields that can change the pieces, their plan or their ranges.
@@ -84,6 +85,13 @@ HEAD_FIELDS = tuple(
 )
 # Fields of a vision tower, whose graph follows from them and from model.transformers.config.
 VISION_FIELDS = tuple(f"model.vision.{field.name}" for field in fields(VisionDescription))
+# Fields of a speech model, and of its engine.
+SPEECH_FIELDS = (
+    *(f"model.speech.{field.name}" for field in fields(SpeechDescription)),
+    *(f"speech.{name}" for name in ("num_slots", "step_clips", "encoder_backend")),
+)
+OTHER_SPEECH_FIELDS = ("speech.num_workers", "speech.cache_bytes")
+SPEECH_PACKAGES = ("passes.speech",)
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
@@ -150,6 +158,8 @@ OTHER_FIELDS = (
     "model.recurrences",  # None, for models of attention alone
     "model.head",  # None, for all but heads that draft
     "model.vision",  # None, for all but vision towers
+    "model.speech",  # these two are None, for all but speech models
+    "speech",
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -216,6 +226,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
         factors["source"] |= digests_of(RECURRENCE_PACKAGES)
     if config.images is not None:
         factors["source"] |= digests_of(IMAGE_PACKAGES)
+    if config.speech is not None:
+        factors["source"] |= digests_of(SPEECH_PACKAGES)
     return factors
 
 
@@ -226,6 +238,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *VISION_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS, *IMAGE_FIELDS, *OTHER_IMAGE_FIELDS),
         *(*LENGTH_ANGLES_FIELDS, *OTHER_INPUT_FIELDS, *OTHER_EVENT_FIELDS, *OTHER_BLOCK_FILE_FIELDS),
+        *(*SPEECH_FIELDS, *OTHER_SPEECH_FIELDS),
     )
     declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
@@ -236,7 +249,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
     factors |= {name: flat[name] for name in FOR_HEADS if flat[name]}
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *HEAD_FIELDS, *ADAPTER_FIELDS)
-    more = (*more, *VISION_FIELDS, *IMAGE_FIELDS, *LENGTH_ANGLES_FIELDS)
+    more = (*more, *VISION_FIELDS, *IMAGE_FIELDS, *LENGTH_ANGLES_FIELDS, *SPEECH_FIELDS)
     if config.model.length_angles is not None:
         more = (*more, *ANGLE_CONSTANTS)
     return factors | {name: flat[name] for name in more if name in flat}

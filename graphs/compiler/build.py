@@ -49,6 +49,7 @@ from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.passes.rope.rope_angles import RopeAngles
+from compiled_engine.passes.speech.hoist_encoder import KINDS, HoistEncoder
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -105,9 +106,9 @@ class EntryBuilder:
             with timeline.span(f"passes {place}{compile_range.name}"):
                 graph, reports = apply_passes(self._config, traced, compile_range, whole)
             with timeline.span(f"split {place}{compile_range.name}"):
-                plan, unique = make_plan(graph.graph, split(graph.graph), signature.arguments)
+                plan, unique = make_plan(graph.graph, split(graph.graph), signature.called_with)
                 returns = (
-                    *signature.returned(compile_range),
+                    *(self._hoisted() if signature.hoists else signature.returned(compile_range)),
                     *(f"input of layer {layer}" for layer in signature.aux_layers),
                 )
                 compiled = CompiledRange(name, compile_range, plan, returns, reports)
@@ -115,6 +116,9 @@ class EntryBuilder:
             self._pieces |= unique
             if signature.direct:
                 self._direct.update(unique)
+
+    def _hoisted(self) -> list[str]:
+        return [f"{kind} of layer {layer}" for layer in range(self._config.model.num_layers) for kind in KINDS]
 
     def finish(self, model: nn.Module) -> int:
         """Compile the collected pieces, write the remaining files of the entry, and return the number of unique pieces.
@@ -240,6 +244,14 @@ def fuse(
     """
     module = traced.for_range(compile_range)
     own = traced.signature
+    cut: tuple[PassReport, ...] = ()
+    if own.hoisted:  # first, since the contracts of other passes are those of the part that is left
+        assert config.speech is not None
+        assert config.model.speech is not None
+        hoist = HoistEncoder(config.speech.num_slots * config.model.speech.length, hoists=own.hoists)
+        cut = run_passes(
+            module.graph, (hoist,), (hoist.name,), compile_range, config.device, verify=config.compile.verify
+        )
     structure = structure_passes(config, module.graph, compile_range, whole, own.aux_layers, own.images)
     others, enabled = fusion_passes(config, traced.signature)
     with in_group(FakeGroup(config.parallel.tensor_parallel_size)):  # other ranks take no part in the verification
@@ -253,7 +265,7 @@ def fuse(
             strict=config.compile.strict,
             verify=config.compile.verify,
         )
-    return module, (*traced.lowering, *reports)
+    return module, (*traced.lowering, *cut, *reports)
 
 
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:

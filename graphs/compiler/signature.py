@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.inputs import (
+    CLIPS,
     FORWARD_ARGUMENTS,
     SIZES,
     STEP_TENSORS,
@@ -22,7 +23,8 @@ from compiled_engine.attention.inputs import (
     padding_of,
     tensors_of_model,
 )
-from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig
+from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig, SpeechConfig
+from compiled_engine.models.foreign.speech_inputs import ENCODER_ARGUMENTS, encoder_tensors
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
 from compiled_engine.models.vision.inputs import tower_arguments, tower_tensors
 from compiled_engine.parallel.rank_share import local_model
@@ -31,12 +33,16 @@ from compiled_engine.passes.images.merge_embeddings import IMAGES
 from compiled_engine.passes.images.steps import image_step_tensors
 from compiled_engine.passes.linear.adapters import ADAPTED, Adapters
 from compiled_engine.passes.registry import step_tensors
+from compiled_engine.passes.speech.hoist_encoder import ENCODED
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
+from compiled_engine.speech import SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
 ADAPTED_LOGITS = "adapted_logits"
+# Callables of a speech model: its encoder, and the part of its decoder that depends on the encoder's result alone.
+ENCODE, HOISTED = "encode", "hoisted"
 # Variant of the forward -> the callable of its logits, or LOGITS in an engine without that callable.
 VARIANTS = {ADAPTED: ADAPTED_LOGITS, IMAGES: ADAPTED_LOGITS}
 # Variants without captured graphs: their steps have long prompts.
@@ -66,6 +72,17 @@ class Signature:
     adapted: bool = False  # with the pass that adds the requests' adapters
     images: ImagesConfig | None = None  # set if the embeddings of images are merged
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned after the results
+    # Arguments that the trace has besides, and whether the graph is cut to the part that depends on them alone, or to
+    # the other one. Of the arguments, the callable has those of its part.
+    hoisted: tuple[str, ...] = ()
+    hoists: bool = False
+
+    @property
+    def called_with(self) -> tuple[str, ...]:
+        """The names of the arguments that the compiled callable takes, without the step tensors that passes read."""
+        if self.hoists:
+            return self.hoisted
+        return tuple(name for name in self.arguments if name not in self.hoisted)
 
     @property
     def most_tokens(self) -> int:
@@ -130,6 +147,9 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
             found[ADAPTED_LOGITS] = _with_adapters(found[LOGITS], adapters)
     if config.images is not None:
         found[IMAGES] = images_signature(config, config.images)
+    if config.speech is not None and config.model.speech is not None:
+        found[ENCODE] = encoder_signature(config, config.speech, config.model.speech)
+        found[HOISTED] = replace(found[FORWARD], ranges=found[FORWARD].ranges[-1:], small_returns=(), hoists=True)
     if head is not None and not head.is_mtp:
         found[COMBINE] = combine_signature(config, head)
     return found
@@ -148,7 +168,8 @@ def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
 def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
     model = config.model
     own = tensors_of_model(model.token_types, length_angles=model.length_angles is not None)
-    return (*own, *model_step_tensors(model), *head_step_tensors(model))
+    of_speech = () if model.speech is None else (CLIPS,)
+    return (*own, *model_step_tensors(model), *head_step_tensors(model), *of_speech)
 
 
 def forward_signature(config: EngineConfig) -> Signature:
@@ -160,7 +181,10 @@ def forward_signature(config: EngineConfig) -> Signature:
     """
     model, speculation = local_model(config), config.speculation
     own = _of_model(config)
-    arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
+    hoisted: tuple[StepTensor, ...] = ()
+    if model.speech is not None:
+        hoisted = (StepTensor(ENCODED, ("embeddings", model.hidden_size), model.dtype),)
+    arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in (*own, *hoisted)))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
     small: tuple[str, ...] = ()
     if model.pooling is None and model.head is None:
@@ -171,7 +195,7 @@ def forward_signature(config: EngineConfig) -> Signature:
     caches = kv_cache_tensors(shapes, config.cache_dtype)
     return Signature(
         arguments,
-        (*STEP_TENSORS, *caches, *own),
+        (*STEP_TENSORS, *caches, *own, *hoisted),
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),
@@ -179,6 +203,7 @@ def forward_signature(config: EngineConfig) -> Signature:
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
         aux_layers=speculation.aux_layers,
+        hoisted=tuple(tensor.name for tensor in hoisted),
     )
 
 
@@ -217,6 +242,18 @@ def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signatur
         returns=("embeddings_ED",),
         ranges=compile_ranges(config)[-1:],
         backend=config.attention_backend,
+    )
+
+
+def encoder_signature(config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> Signature:
+    """Return the signature of a speech model's encoder. Its compile range counts clips."""
+    return Signature(
+        ENCODER_ARGUMENTS,
+        encoder_tensors(speech, config.model.dtype),
+        {ENCODED: f"model.encode({', '.join(ENCODER_ARGUMENTS)})"},
+        returns=(ENCODED,),
+        ranges=(CompileRange(1, limits.step_clips),),
+        backend=limits.encoder_backend,
     )
 
 

@@ -75,6 +75,7 @@ def foreign_model(
         causal=first.causal,
         token_types=description.token_types,
         length_angles=description.length_angles,
+        speech=description.speech,
         recurrences=Recurrences(description.states) if description.states else None,
     )
     return model, "the model's max_position_embeddings"

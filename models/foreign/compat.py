@@ -52,6 +52,15 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
+def mixed(ours: type, theirs: type) -> type:
+    """Return a class with the methods of `ours` before those of `theirs`, under the name of `theirs`.
+
+    An object keeps its parameters' names if its class is replaced by this one. transformers treats a class whose
+    __module__ is not its own as custom code, without weight conversions.
+    """
+    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})
+
+
 def fill_buffers(model: PreTrainedModel) -> None:
     """Give buffers that were created on the meta device their values, on the CPU.
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from compiled_engine.config import LengthAngles, RowState
+from compiled_engine.speech import SpeechDescription
 
 FOLDER = "models"
 _SOURCE = Path(__file__).parent
@@ -64,7 +65,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's sizes, each layer's attention, all tensors, the states of recurrences, and angles by length."""
+    """A model's sizes, each layer's attention, all tensors, the states of recurrences, and angles by length.
+
+    Of a speech model, layers and sizes are the decoder's; `speech` describes the encoder.
+    """
 
     architecture: str
     vocab_size: int
@@ -77,6 +81,7 @@ class Description:
     token_types: int = 0  # number of token types; 0: the code reads none
     states: tuple[RowState, ...] = ()
     length_angles: LengthAngles | None = None
+    speech: SpeechDescription | None = None
 
     @staticmethod
     def from_json(text: str) -> Description:
@@ -89,7 +94,9 @@ class Description:
         states = tuple(RowState(**state | {"shape": tuple(state["shape"])}) for state in data.pop("states"))
         angles = data.pop("length_angles")
         by_length = None if angles is None else LengthAngles(**angles)
-        return Description(layers=layers, states=states, length_angles=by_length, **tensors, **data)
+        encoder = data.pop("speech")
+        speech = None if encoder is None else SpeechDescription(**encoder)
+        return Description(layers=layers, states=states, length_angles=by_length, speech=speech, **tensors, **data)
 
 
 class Skeleton(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.models.foreign.compat import mixed
 from compiled_engine.models.foreign.interfaces import PACKED_NAME, Step
 from compiled_engine.models.foreign.mechanisms import first_position, missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
@@ -176,9 +177,5 @@ def _adapt_head(model: Any) -> None:
     for head in _heads(model):
         head.to(torch.float32)
     if (pooler := getattr(base, "pooler", None)) is not None:
-        pooler.__class__ = _mixed(PoolerOfHead, type(pooler))
-    base.__class__ = _mixed(Base, type(base))
-
-
-def _mixed(ours: type, theirs: type) -> type:
-    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})
+        pooler.__class__ = mixed(PoolerOfHead, type(pooler))
+    base.__class__ = mixed(Base, type(base))

@@ -25,7 +25,7 @@ from compiled_engine.models.foreign.angles import (
     length_angles,
     longest_text,
 )
-from compiled_engine.models.foreign.compat import causal_lm_name, encoder_names, fill_buffers, supported_version
+from compiled_engine.models.foreign.compat import causal_lm_name, encoder_names, fill_buffers, mixed, supported_version
 from compiled_engine.models.foreign.description import (
     Description,
     LayerShape,
@@ -38,6 +38,7 @@ from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
+from compiled_engine.models.foreign.speech import SpeechModel, build_speech_model, describe_speech, is_speech
 
 _OWN_ATTENTION = "its attention does not go through transformers' AttentionInterface"
 
@@ -194,8 +195,8 @@ class HandedOn:
 def read_hf_config(config_json: str) -> PreTrainedConfig:
     """Parse the text of a config.json.
 
-    Raises UnknownArchitectureError unless transformers' code has the architecture as a causal LM, as a model without a
-    head or as a classifier; ValueError for invalid values or an unsupported version of transformers.
+    Raises UnknownArchitectureError unless transformers' code has the architecture as a causal LM, as a speech model, as
+    a model without a head or as a classifier; ValueError for invalid values or an unsupported version of transformers.
     """
     supported_version()
     values = json.loads(config_json, object_hook=_number_of)
@@ -210,7 +211,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
         config = config_with_factors(kind, values)
     except Exception as error:  # each field may raise errors of its own
         raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
-    if name not in (causal_lm_name(config), *encoder_names(config)):
+    if name not in (causal_lm_name(config), *encoder_names(config)) and not is_speech(config, name):
         raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
     return config
 
@@ -230,6 +231,8 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
+    if is_speech(whole, stated):
+        return build_speech_model(whole, dtype)
     if stated != causal_lm_name(whole) and not _has_angles_by_length(whole, stated):
         encoder = _build_encoder(whole, stated, dtype)
         if encoder is not None:
@@ -248,7 +251,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         if angles is not None:
             adapt_rotary_modules(model, angles)
         if hasattr(model.base_model, "_maybe_slice_kv_shared_inputs"):
-            model.base_model.__class__ = _mixed(AllTokens, type(model.base_model))
+            model.base_model.__class__ = mixed(AllTokens, type(model.base_model))
         observation = observe(model, config.num_hidden_layers)
         if not observation.attention[0].causal:
             raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
@@ -366,6 +369,9 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
     config = inner.config.get_text_config(decoder=True)
     angles = None if isinstance(model, Encoder) else length_angles(config)
     longest = _one_integer(getattr(config, "max_position_embeddings", None)) if angles is None else longest_text(config)
+    speech = None
+    if isinstance(model, SpeechModel):
+        speech, longest = describe_speech(inner.config), inner.config.max_target_positions
     first: dict[int, str] = {}
     parameters = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -388,6 +394,7 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         token_types=token_types,
         states=observation.states,
         length_angles=angles,
+        speech=speech,
     )
 
 
@@ -405,8 +412,8 @@ def _adapt(model: Any, observation: Observation) -> None:
     # Some heads call the decoder within the base model.
     for decoder in (model.base_model, getattr(model.base_model, "decoder", None)):
         if isinstance(decoder, nn.Module):
-            decoder.__class__ = _mixed(Decoder, type(decoder))
-    model.__class__ = _mixed(CausalLM, type(model))
+            decoder.__class__ = mixed(Decoder, type(decoder))
+    model.__class__ = mixed(CausalLM, type(model))
     layers = observation.attention
     reading = (number for number, layer in enumerate(layers) if layer.kv_layer is not None)
     step = Step([layer.sliding_window for layer in layers], reading)
@@ -414,20 +421,15 @@ def _adapt(model: Any, observation: Observation) -> None:
         if module is model or hasattr(module, "layer_idx") or isinstance(module, RotaryByLength):
             module.step = step
         if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
-            module.__class__ = _mixed(TextAngles, type(module))
+            module.__class__ = mixed(TextAngles, type(module))
         if hasattr(module, "fix_query_key_value_ordering"):
-            module.__class__ = _mixed(OrderedHeads, type(module))
+            module.__class__ = mixed(OrderedHeads, type(module))
     attending = [layer for layer in observation.attention if layer.num_heads]
     for module, layer in zip(observation.modules, attending, strict=True):
         if layer.latent_dim:
-            module.__class__ = _mixed(LatentAttention, type(module))
+            module.__class__ = mixed(LatentAttention, type(module))
     use_functions(model, StepFunctions(step))
     by_length = any(isinstance(module, RotaryByLength) for module in model.modules())
     model.other_inputs = (*["angle_lengths_T"] * by_length, *["rows_R"] * bool(observation.states))
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
-
-
-def _mixed(ours: type, theirs: type) -> type:
-    # transformers treats a class whose __module__ is not its own as custom code, without weight conversions.
-    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.attention.inputs import ATTENTION_TENSORS, StepTensor, packed_inputs
 from compiled_engine.models.foreign.description import IMPORTING
 from compiled_engine.vision import MOST_ASPECT, VisionDescription
 
 # Names of the processor's output.
 PIXELS, GRIDS, SIZES, MASK = "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"
-# The inputs of attention, in which an image takes the place of a request.
-_IMAGES = tuple(tensor for tensor in STEP_TENSORS if tensor.name.startswith("attention_inputs."))
-_STARTS, _LENS, _HOST = (f"attention_inputs.{name}" for name in ("query_start_loc_R1", "seq_lens_R", "host_3"))
 
 
 def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> int:
@@ -178,7 +175,7 @@ def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[S
         size = description.tile_size
         order = (StepTensor("order_E", ("embeddings",), torch.int64),) if description.resolutions else ()
         pixels = StepTensor("pixels_NCHW", ("tokens", description.num_channels, size, size), dtype)
-        return (pixels, *_IMAGES, *order)
+        return (pixels, *ATTENTION_TENSORS, *order)
     merged = description.merged_patches
     table = (
         StepTensor("table_rows_EU4", ("tokens", merged, 4), torch.int64),
@@ -192,7 +189,7 @@ def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[S
     return (
         StepTensor("pixels_EUX", ("tokens", merged, description.patch_elements), dtype),
         StepTensor("positions_EU2", ("tokens", merged, 2), torch.int64),
-        *_IMAGES,
+        *ATTENTION_TENSORS,
         *(table if description.table_side else ()),
         *(windows if description.window_size else ()),
     )
@@ -220,7 +217,7 @@ def tower_inputs(
 def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     tiles = [tiles_of(description, image) for image in images]
     count = sum(map(len, tiles))
-    found = {"pixels_NCHW": _joined(tiles), **_attention(count, [description.tile_patches] * count)}
+    found = {"pixels_NCHW": _joined(tiles), **packed_inputs(count, [description.tile_patches] * count)}
     if description.resolutions:
         starts = accumulate((len(each) * description.tile_embeddings for each in tiles), initial=0)
         order = [
@@ -250,7 +247,7 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
     found = {
         "pixels_EUX": pixels_EUX,
         "positions_EU2": positions_P2.unflatten(0, (-1, merged)),
-        **_attention(len(pixels_EUX), lens),
+        **packed_inputs(len(pixels_EUX), lens),
     }
     if description.table_side:
         rows_P4, weights_P4 = vision_utils.get_vision_interpolation_indices_and_weights(
@@ -264,20 +261,6 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
         )
         found["window_lens_W"] = found["window_starts_W1"].diff()
     return found
-
-
-def _attention(num_tokens: int, lens: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the inputs of attention within the frames of grids, or within tiles.
-
-    lens: patches of each frame or tile.
-    """
-    sizes = {"tokens": num_tokens, "requests": len(lens), "request_borders": len(lens) + 1}
-    found = padding_of(_IMAGES, sizes | {"blocks_per_request": 1, "work": 1}, torch.device("cpu"))
-    return found | {
-        _STARTS: torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32),
-        _LENS: torch.tensor(lens, dtype=torch.int32),
-        _HOST: torch.tensor([0, max(lens), max(lens)], dtype=torch.int32),
-    }
 
 
 def _vision_utils() -> Any:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, PreTra
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import packed_attention_or_value
-from compiled_engine.models.foreign.compat import fill_buffers, supported_version
+from compiled_engine.models.foreign.compat import fill_buffers, mixed, supported_version
 from compiled_engine.models.vision.description import describe_vision, read_vision_config
 from compiled_engine.models.vision.families import FAMILIES
 from compiled_engine.vision import VisionDescription
@@ -157,7 +157,7 @@ class GridTower(VisionTower):
         visual = model.visual
         levels = visual.deepstack_visual_indexes if description.levels else ()
         super().__init__(model, description, visual.blocks, [*levels, len(visual.blocks) - 1])
-        visual.patch_embed.__class__ = _mixed(LinearPatches, type(visual.patch_embed))
+        visual.patch_embed.__class__ = mixed(LinearPatches, type(visual.patch_embed))
         for number, block in enumerate(visual.blocks):
             block.attn.in_windows = bool(description.window_size) and number not in visual.fullatt_block_indexes
 
@@ -202,10 +202,10 @@ class TileTower(VisionTower):
         super().__init__(model, description, layers, read)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
-                module.__class__ = _mixed(LinearTiles, type(module))
+                module.__class__ = mixed(LinearTiles, type(module))
         if description.family == "idefics3":
             embeddings = encoder.embeddings
-            embeddings.__class__ = _mixed(WholeTiles, type(embeddings))
+            embeddings.__class__ = mixed(WholeTiles, type(embeddings))
             embeddings.register_buffer("positions_P", positions_of_patches(embeddings.num_patches_per_side), False)
 
     def forward(
@@ -334,7 +334,3 @@ def multimodal_model(config_json: str, dtype: torch.dtype) -> Any:
     if hasattr(part := model.model.get_submodule(family.modules[0]), "head"):  # for other uses of the tower
         del part.head
     return model
-
-
-def _mixed(ours: type, theirs: type) -> type:
-    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

@@ -51,6 +51,7 @@ def tower_config(
         adapters=None,
         images=None,
         image_input=None,
+        speech=None,
     )
 
 

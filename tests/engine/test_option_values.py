@@ -60,6 +60,7 @@ MAY_BE_NONE = {
     *("num_state_snapshots", "max_cpu_loras", "compile_workers", "speculative_config", "pooler_config"),
     *("kv_events_config", "kv_offloading_size", "kv_offloading_folder"),
     *("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "image_workers", "allowed_local_media_path"),
+    "audio_workers",
     *("encoder_cache_size", "max_num_encoder_input_tokens"),
     *REVISIONS,
     *SIZES,

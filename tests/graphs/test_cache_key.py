@@ -173,7 +173,8 @@ PERTURBED: dict[str, Any] = {
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
 APART |= {"model.length_angles", "model.kv_layers"}
-APART |= {"model.recurrences", "model.head", "model.vision", "speculation.draft", "adapters", "images", "image_input"}
+APART |= {"model.recurrences", "model.head", "model.vision", "model.speech", "speculation.draft", "adapters"}
+APART |= {"images", "image_input", "speech"}
 APART |= {"kv_events", "cache.block_files"}
 
 

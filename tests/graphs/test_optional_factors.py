@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 from tiny_models import tiny_config
 
-from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, LengthAngles, Recurrences, RowState
+from compiled_engine.config import (
+    AdapterConfig,
+    EngineConfig,
+    HeadConfig,
+    LengthAngles,
+    Recurrences,
+    RowState,
+    SpeechConfig,
+)
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
+from compiled_engine.speech import SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 ENVIRONMENT = Environment({}, {}, {}, {}, {}, {})
@@ -77,6 +86,16 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "resolutions": ((24, 48),),
         },
         {},
+    ),
+    "model.speech": (
+        SpeechDescription(80, 3000, 1500, 4, 6, 64),
+        {"num_mel_bins": 128, "num_frames": 200, "length": 100, "num_layers": 2, "num_heads": 3, "head_dim": 32},
+        {},
+    ),
+    "speech": (
+        SpeechConfig(num_slots=4, step_clips=2, encoder_backend="torch", num_workers=1, cache_bytes=0),
+        {"num_slots": 5, "step_clips": 1, "encoder_backend": "cpp"},
+        {"num_workers": 2, "cache_bytes": 9},
     ),
     "adapters": (
         AdapterConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=2),

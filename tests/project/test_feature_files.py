@@ -28,6 +28,7 @@ FEATURES = {
         r"pooling|pooler|pools(?![a-z])|second_text",
         ("features.pooling", "pooling", "models.textbook.pooler"),
     ),
+    "speech": (r"speech|audio|CLIPS?(?![a-z])|hoist", ("features.speech", "speech")),
     "token masks": (
         r"token_?masks?(?![a-z])|StepMasks|Masks \(",
         ("sampling.token_mask", "features.structured"),

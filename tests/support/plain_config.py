@@ -59,6 +59,7 @@ BASE = EngineConfig(
     adapters=None,
     images=None,
     image_input=None,
+    speech=None,
     kv_events=None,
     sleeps=False,
     logprobs_mode="raw_logprobs",

@@ -1,4 +1,4 @@
-"""`ImageProcessing` has images processed in worker processes, each image once, and caches the results."""
+"""`MediaProcessing` has images, or audio, processed in worker processes, each once, and caches the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
@@ -28,18 +28,53 @@ from compiled_engine.process.worker_pool import WorkerPool
 log = logging.getLogger("compiled_engine")
 
 WORKER = "compiled_engine.features.images.frontend.worker"
-NO_EXCHANGE = "images cannot be exchanged with the processes that process them"
+NO_EXCHANGE = "{} cannot be exchanged with the processes that do the work"
 POLL_S = 0.05
-CLOSED = "the engine is closed, and processes no images"
+CLOSED = "the engine is closed, and processes no {}"
+
+
+class Processor(Protocol):
+    """A checkpoint's processor of a medium, and how it is used."""
+
+    @property
+    def worker(self) -> str:
+        """The module whose `main` runs the worker processes; see worker.py of this folder for their messages."""
+
+    @property
+    def one(self) -> str:
+        """The medium's name, such as "image", in metrics and errors."""
+
+    @property
+    def many(self) -> str:
+        """The name of several of them."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of floating-point results, torch's name."""
+
+    def order(self) -> dict[str, Any]:
+        """Return the order of the workers."""
 
 
 class ProcessorFiles(NamedTuple):
-    """The checkpoint's processor, and how it is used."""
+    """The checkpoint's processor of images, and how it is used."""
 
     folder: Path
     tokenizer: Path
     dtype: str  # of floating-point results, torch's name
     max_pixels: int  # of an image
+
+    @property
+    def worker(self) -> str:
+        return WORKER
+
+    @property
+    def one(self) -> str:
+        return "image"
+
+    @property
+    def many(self) -> str:
+        return "images"
 
     def order(self) -> dict[str, Any]:
         """Return the order of the workers."""
@@ -51,14 +86,14 @@ class ProcessorFiles(NamedTuple):
         }
 
 
-class ImageProcessing:
-    """Processes images with the checkpoint's processor. Thread-safe.
+class MediaProcessing:
+    """Processes images, or another medium, with the checkpoint's processor. Thread-safe.
 
     num_workers: processes, which start with the first image or with `start`. cache_bytes: see ImageCache. unusable: why
     the processor cannot be used, once that is known.
     """
 
-    def __init__(self, files: ProcessorFiles, num_workers: int, cache_bytes: int) -> None:
+    def __init__(self, files: Processor, num_workers: int, cache_bytes: int) -> None:
         self._files, self._num_workers = files, num_workers
         self._identity = json.dumps(files.order())
         self.cache = ImageCache(cache_bytes)
@@ -68,7 +103,7 @@ class ImageProcessing:
         self._pool: WorkerPool | None = None
         self._is_closed = False
         self._numbers = count()
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=files.many)
         self._asking: Counter[WorkerPool] = Counter()  # images that each pool processes
         self._folder: Path | None = None  # through which the processes exchange data
         self.num_queries, self.num_hits, self.seconds = 0, 0, 0.0
@@ -94,7 +129,7 @@ class ImageProcessing:
         """Note whether a process can use the processor."""
         if answer is not None and answer.get("unusable") and not self.unusable:
             self.unusable = answer["error"]
-            log.warning("prompts may have no images: %s", self.unusable)
+            log.warning("prompts may have no %s: %s", self._files.many, self.unusable)
 
     def submit(self, source: ImageSource, settings: Mapping[str, Any]) -> Future[ProcessedImage]:
         """Begin to process an image, unless the cache has it or it is being processed already.
@@ -106,7 +141,7 @@ class ImageProcessing:
         key = source.digest(self._identity + stated)
         with self._lock:
             if self._is_closed:
-                raise RuntimeError(CLOSED)
+                raise RuntimeError(CLOSED.format(self._files.many))
             self.num_queries += 1
             running = self._running.get(key)
             if running is None and (found := self.cache.get(key)) is not None:
@@ -127,7 +162,7 @@ class ImageProcessing:
         while not wait([running], POLL_S).done:
             if is_stopped():
                 self.leave(running)
-                raise WorkStopped("nobody waits for the image")
+                raise WorkStopped(f"nobody waits for the {self._files.one}")
         return running.result()
 
     def leave(self, running: Future[ProcessedImage]) -> None:
@@ -141,7 +176,7 @@ class ImageProcessing:
         return {
             "mm_cache_queries": self.num_queries,
             "mm_cache_hits": self.num_hits,
-            "image_processor_seconds": self.seconds,
+            f"{self._files.one}_processor_seconds": self.seconds,
             "mm_cache_bytes": self.cache.num_bytes,
         }
 
@@ -154,7 +189,7 @@ class ImageProcessing:
             self._wanted.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for running in left:
-            running.set_exception(RuntimeError(CLOSED))
+            running.set_exception(RuntimeError(CLOSED.format(self._files.many)))
         if pool is not None:
             pool.close()
 
@@ -187,7 +222,8 @@ class ImageProcessing:
         try:
             return self._exchange(key, source, settings)
         except OSError as error:  # not the image's fault; the path is no caller's business
-            raise RuntimeError(f"{NO_EXCHANGE}: {error.strerror or type(error).__name__}") from error
+            reason = error.strerror or type(error).__name__
+            raise RuntimeError(f"{NO_EXCHANGE.format(self._files.many)}: {reason}") from error
 
     def _exchange(self, key: str, source: ImageSource, settings: dict[str, Any]) -> ProcessedImage:
         """Send an image to a process and read its answer, through files. Raises OSError if these cannot be used."""
@@ -208,9 +244,9 @@ class ImageProcessing:
                 }
             )
             if answer is None and not len(pool):
-                raise RuntimeError("no process can be started that processes images")
+                raise RuntimeError(f"no process can be started that processes {self._files.many}")
             if answer is None:
-                raise ValueError("the image could not be processed: its process ended, for time or memory")
+                raise ValueError(f"the {self._files.one} could not be processed: its process ended, for time or memory")
             self._note(answer)
             if "error" in answer:
                 raise (RuntimeError if answer.get("internal") else ValueError)(answer["error"])
@@ -229,12 +265,12 @@ class ImageProcessing:
         """Return the processes, and the folder through which they exchange data. Starts them if there are none."""
         with self._lock:
             if self._is_closed:
-                raise RuntimeError(CLOSED)
+                raise RuntimeError(CLOSED.format(self._files.many))
             if self._folder is None or not self._folder.is_dir():  # temporary folders may be cleared
-                self._folder = Path(tempfile.mkdtemp(prefix="images-"))
+                self._folder = Path(tempfile.mkdtemp(prefix=f"{self._files.many}-"))
                 weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
             if self._pool is None:
-                self._pool = WorkerPool(WORKER, self._num_workers)
+                self._pool = WorkerPool(self._files.worker, self._num_workers)
                 self._pool.begin(self._files.order())
                 weakref.finalize(self, unless_forked(self._pool.close))
             self._asking[self._pool] += 1
@@ -248,7 +284,7 @@ class ImageProcessing:
         with self._lock:
             if has_ended and self._pool is pool:
                 self._pool = None
-                log.warning("processes that process images are replaced, since one of them ended")
+                log.warning("processes that process %s are replaced, since one of them ended", self._files.many)
             self._asking[pool] -= 1
             if self._asking[pool]:
                 return

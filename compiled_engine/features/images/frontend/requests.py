@@ -18,7 +18,7 @@ from compiled_engine.features.images.extras import PlainTensor, PromptImage, con
 from compiled_engine.features.images.frontend.cache import ProcessedImage
 from compiled_engine.features.images.frontend.download import Downloader, PromptDownloads
 from compiled_engine.features.images.frontend.placeholders import expanded, runs_of_images
-from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles, missing_packages
+from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles, missing_packages
 from compiled_engine.features.images.frontend.sources import ImageSource, read_source
 from compiled_engine.features.images.frontend.urls import UrlPolicy
 from compiled_engine.features.images.limits import check_num_embeddings, check_params
@@ -56,7 +56,7 @@ class ImageRequests(RequestFeature):
 
     def __init__(
         self,
-        processing: ImageProcessing | None,
+        processing: MediaProcessing | None,
         config: ImageInput | None = None,
         images: ImagesConfig | None = None,
         tokenizer: Tokenizer | None = None,
@@ -89,7 +89,7 @@ class ImageRequests(RequestFeature):
         model = config.model
         dtype = str(model.dtype).removeprefix("torch.")
         files = ProcessorFiles(model.path, config.tokenizer or model.path, dtype, given.max_pixels)
-        processing = ImageProcessing(files, given.num_workers, given.cache_bytes)
+        processing = MediaProcessing(files, given.num_workers, given.cache_bytes)
         processing.start()
         return cls(processing, given, config.images, tokenizer, model.max_model_len - model.yields_tokens)
 

@@ -68,7 +68,7 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
     import torch
 
     torch.set_num_threads(1)
-    _bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
+    bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
     for message in messages:
         if not message:
             answer({"usable": True})
@@ -85,7 +85,8 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
         signal.alarm(0)
 
 
-def _bound_memory(more: int) -> None:
+def bound_memory(more: int) -> None:
+    """Let this process use at most these bytes more than it does, where the system can bound them."""
     with suppress(OSError, ValueError, AttributeError):
         pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
         most = pages * resource.getpagesize() + more

@@ -17,7 +17,7 @@ from vision_models import vision_config
 
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
-from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles
+from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles
 from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.images.frontend.sources import read_source
 from compiled_engine.frontend.prompts import parse_prompt
@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def processing(folder: Path) -> Iterator[ImageProcessing]:
-    made = ImageProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 2, 1 << 20)
+def processing(folder: Path) -> Iterator[MediaProcessing]:
+    made = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 2, 1 << 20)
     yield made
     made.close()
 
@@ -44,7 +44,7 @@ def source(seed: int = 0) -> object:
     return picture(30, 20, seed)
 
 
-def submit(processing: ImageProcessing, image: object) -> ProcessedImage:
+def submit(processing: MediaProcessing, image: object) -> ProcessedImage:
     return processing.submit(read_source("image", image, 1 << 20), {}).result(120)
 
 
@@ -54,7 +54,7 @@ def workers() -> list[psutil.Process]:
     return [each for each in found if "images.frontend.worker" in " ".join(each.cmdline())]
 
 
-def test_a_process_that_ends_costs_its_image_alone(processing: ImageProcessing) -> None:
+def test_a_process_that_ends_costs_its_image_alone(processing: MediaProcessing) -> None:
     before = submit(processing, source(0))
     for worker in workers():
         worker.send_signal(signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_a_process_that_ends_costs_its_image_alone(processing: ImageProcessing) 
     assert submit(processing, source(1)).inputs.keys() == before.inputs.keys()
 
 
-def test_errors_end_no_process(processing: ImageProcessing) -> None:
+def test_errors_end_no_process(processing: MediaProcessing) -> None:
     submit(processing, source())
     known = {worker.pid for worker in workers()}
     for content in (b"no image", as_file(picture(30, 20))[:100], as_file(picture(30, 20), "TIFF")):
@@ -72,7 +72,7 @@ def test_errors_end_no_process(processing: ImageProcessing) -> None:
     assert {worker.pid for worker in workers()} == known
 
 
-def test_equal_images_at_once_are_processed_once(processing: ImageProcessing) -> None:
+def test_equal_images_at_once_are_processed_once(processing: MediaProcessing) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda number: submit(processing, source(number % 2)), range(8)))
     assert {image.key for image in found} == {found[0].key, found[1].key}
@@ -82,7 +82,7 @@ def test_equal_images_at_once_are_processed_once(processing: ImageProcessing) ->
 
 def test_nothing_is_left_when_it_is_closed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    processing = ImageProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
+    processing = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
     submit(processing, source())
     assert [each.name.startswith("images-") for each in tmp_path.iterdir()] == [True]
     assert [list(each.iterdir()) for each in tmp_path.iterdir()] == [[]]
@@ -93,7 +93,7 @@ def test_nothing_is_left_when_it_is_closed(folder: Path, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_images_for_which_nobody_waits_never_begin(processing: ImageProcessing) -> None:
+def test_images_for_which_nobody_waits_never_begin(processing: MediaProcessing) -> None:
     sources = [read_source("image", source(seed), 1 << 20) for seed in range(4)]
     first = [processing.submit(each, {}) for each in sources[:2]]  # there are two processes
     left, kept = (processing.submit(each, {}) for each in sources[2:])
@@ -109,7 +109,7 @@ def test_images_for_which_nobody_waits_never_begin(processing: ImageProcessing) 
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault_of_the_image(
-    processing: ImageProcessing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processing: MediaProcessing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     submit(processing, source())
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_is_no_fault_of_the_image(
 
 def test_no_image_waits_when_it_is_closed(folder: Path) -> None:
     """Neither the one that is processed nor those behind it; and no process starts afterwards."""
-    processing = ImageProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
+    processing = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
     sources = [read_source("image", source(seed), 1 << 20) for seed in range(4)]
     running = [processing.submit(each, {}) for each in sources]
     processing.close()

@@ -19,7 +19,7 @@ from compiled_engine.config import ImageInput, ImagesConfig
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import images_of
 from compiled_engine.features.images.frontend.download import Downloader, Target
-from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles
+from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles
 from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.images.frontend.urls import UrlPolicy
 from compiled_engine.features.images.frontend.worker import load_processor
@@ -51,7 +51,7 @@ class Inputs:
         config = ImageInput(placeholder, 8, {}, 1 << 20, 1, 1 << 20, (), None)
         self.pads = architecture.startswith(("LlavaNext", "Idefics3"))  # images of a batch, to the same size
         self.images = ImagesConfig(vision, config_json, 1 << 10, 1 << 10, 1 << 10)
-        self.requests = ImageRequests(ImageProcessing(files, 1, 1 << 20), config, self.images, self.tokenizer)
+        self.requests = ImageRequests(MediaProcessing(files, 1, 1 << 20), config, self.images, self.tokenizer)
         self.folder = folder
 
     @property

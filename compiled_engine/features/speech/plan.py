@@ -1,0 +1,142 @@
+"""The plan of clips: which slot on the device has the keys and values of which clip, and which step encodes it.
+
+A request holds the slot of its clip while it runs. A clip that comes again has its slot still, unless others have
+needed it: in another request, in several completions of a prompt, or after a preemption. A request waits if its clip
+has no slot and none can be freed, or if its features have not come. They are asked for once the request could start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compiled_engine.config import SpeechConfig
+from compiled_engine.engine.cache_resource import CacheResource
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request, RequestStatus
+from compiled_engine.engine.steps import StepBuilder, StepInFlight
+from compiled_engine.features.images.embedding_cache import CachedImage, EmbeddingCache
+from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
+from compiled_engine.features.speech.extras import NAME, PromptClip, clip_of
+from compiled_engine.features.speech.new_clips import NewClip
+
+_PLANNED = ("clips", "clip_cache_hits", "clips_encoded")
+# Features are asked for before they are needed as long as they are those of so many full steps.
+STEPS_AHEAD = 4
+COUNTERS = (*_PLANNED, "encoder_runs")  # the last one is the ranks'
+GAUGES = ("clip_slots", "clip_slots_used")
+
+
+class ClipSlots(EmbeddingCache):
+    """The slots of clips as a FindableResource: a clip has one slot, and is the only one of its request."""
+
+    kind = "clip slots"
+
+    def place(self, request: Request, key: str) -> int | None:
+        """Let a running request hold a clip, and return its slot; None if the cache does not have it."""
+        held = self.hold(request, 0, key)
+        return None if held is None else held.rows[0][0]
+
+
+class SpeechPlan(PlanFeature):
+    """Plans the clips of steps, within the limits of the configuration."""
+
+    calls = (GIVE,)
+
+    def __init__(self, config: SpeechConfig) -> None:
+        self._config = config
+        self._slots = ClipSlots(config.num_slots)
+        self._clips: dict[Request, PromptClip] = {}
+        self._slot: dict[Request, int] = {}  # of requests that are being admitted
+        self.features = PixelStore(STEPS_AHEAD * config.step_clips)
+        self._encoded: list[tuple[str, CachedImage]] = []  # by the step being planned
+        self._skips = False  # waiting requests, since the last `reconsiders`
+        self._counts = dict.fromkeys(_PLANNED, 0)
+
+    def resources(self, groups: Any) -> tuple[CacheResource, ...]:
+        return (self._slots,)
+
+    def check(self, request: EngineRequest) -> None:
+        if clip_of(request) is None:
+            raise ValueError(
+                f"request {request.request_id!r} has no audio; allowed: one clip, as multi_modal_data {{'audio': ...}}"
+            )
+
+    def added(self, request: Request) -> None:
+        clip = clip_of(request.asked)
+        assert clip is not None
+        self._clips[request] = clip
+        self._counts["clips"] += 1
+
+    def give_pixels(self, key: str, number: int, count: int, piece: Piece) -> None:
+        """Take a part of the features of a clip, see `calls_of` in features/images/pixels.py."""
+        self.features.give(key, number, count, piece)
+
+    def may_start(self, request: Request) -> bool:
+        key = self._clips[request].key
+        if self._slots.has(key):
+            return True
+        if not self.features.has(key):
+            self._skips |= not self.features.ask(request.request_id, key, 1, now=False)
+            return False
+        has_room = len(self._encoded) < self._config.step_clips and self._slots.can_add(1)
+        self._skips |= not has_room
+        return has_room
+
+    def reconsiders(self) -> bool:
+        skipped, self._skips = self._skips, False
+        return self.features.take_completed() or skipped
+
+    def limit_share(self, request: Request, num_tokens: int) -> int:
+        """Give a request that starts the slot of its clip; `may_start` has found one."""
+        if request.status is not RequestStatus.RUNNING:
+            self._slot[request] = self._place(request, self._clips[request].key)
+        return num_tokens
+
+    def admitted(self, request: Request, extras: dict[str, Any]) -> None:
+        extras[NAME] = self._slot.pop(request)
+
+    def built(self, builder: StepBuilder) -> None:
+        """Cancel what an empty step would have encoded."""
+        if builder.is_empty:
+            self._slots.unregister([held.place for _, held in self._encoded])
+            self._reset()
+
+    def planned(self, step: StepInFlight) -> None:
+        new = [NewClip(held.rows[0][0], self.features.inputs(key)) for key, held in self._encoded if held.is_there]
+        if new:
+            step.output.extras[NAME] = new
+        for key, _ in self._encoded:
+            self.features.drop(key)
+        self._reset()
+
+    def take_asks(self) -> list[EngineOutput]:
+        return self.features.take_asks()
+
+    def failed(self) -> None:
+        self._reset()
+
+    def ended(self, request: Request) -> None:
+        if self._clips.pop(request, None) is not None:
+            self._skips = True  # it may have freed a slot
+            self.features.forget(request.request_id)
+
+    def metrics(self) -> dict[str, Any]:
+        return {**self._counts, **dict(zip(GAUGES, (self._slots.num_rows, self._slots.num_used), strict=True))}
+
+    def _place(self, request: Request, key: str) -> int:
+        slot = self._slots.place(request, key)
+        if slot is not None:
+            self._counts["clip_cache_hits"] += 1
+            return slot
+        self._slots.add(key, 1)
+        held = self._slots.hold(request, 0, key)
+        assert held is not None
+        self._encoded.append((key, held))
+        self._counts["clips_encoded"] += 1
+        return held.rows[0][0]
+
+    def _reset(self) -> None:
+        """Begin another step."""
+        self._encoded = []
+        self._slot.clear()

@@ -1,0 +1,107 @@
+"""The device part of speech: encodes clips before a step, and keeps the keys and values of each in its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compiled_engine.attention.inputs import CLIP, NO_CLIP
+from compiled_engine.config import SpeechConfig
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
+from compiled_engine.features.speech.extras import NAME
+from compiled_engine.features.speech.new_clips import new_clips_of
+from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
+from compiled_engine.models.foreign.speech_inputs import encoder_inputs
+from compiled_engine.passes.speech.hoist_encoder import cross_parameters
+from compiled_engine.process.progress import Progress
+from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.staged_writes import upload
+from compiled_engine.speech import SpeechDescription
+
+# The name of the features among the extractor's output.
+FEATURES = "input_features"
+
+
+class StepSpeech(StepFeature):
+    """Runs the encoder for the clips of a step, and sets the row field with the slot of each request's clip.
+
+    encode, hoisted: the model's callables. kept: of each layer in turn, its keys and values, [slots * length, H, d].
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        config: SpeechConfig,
+        speech: SpeechDescription,
+        signature: Signature,
+        encode: Callable[..., torch.Tensor],
+        hoisted: Callable[..., Sequence[torch.Tensor]],
+        kept: Sequence[torch.Tensor],
+        fields: RowFields,
+    ) -> None:
+        self._config, self._speech, self._signature = config, speech, signature
+        self._encode, self._hoisted, self._fields = encode, hoisted, fields
+        self._kept = [tensor.unflatten(0, (config.num_slots, speech.length)) for tensor in kept]
+        self._on_host = {tensor.name for tensor in signature.tensors if tensor.on_host}
+        self._dtype, self._device = kept[0].dtype, kept[0].device
+        fields.declare(RowField(CLIP, initial=NO_CLIP))
+        self._num_runs = 0
+
+    @classmethod
+    def of(cls, parts: RunnerParts, config: SpeechConfig, speech: SpeechDescription) -> StepSpeech:
+        """Make the feature of a runner."""
+        model = parts.config.model
+        names = [
+            each.name
+            for layer in range(model.num_layers)
+            for each in cross_parameters(layer, 0, model.num_kv_heads, model.head_dim, model.dtype)
+        ]
+        return cls(
+            config,
+            speech,
+            callables_of(parts.config)[ENCODE],
+            parts.model.ends[ENCODE],
+            parts.model.ends[HOISTED],
+            [parts.tensors[name] for name in names],
+            parts.states.fields,
+        )
+
+    def start_up(self, progress: Progress) -> int:
+        """Encode as many clips as a step may have, on a GPU, whose memory is then known."""
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        blank = torch.zeros(self._speech.num_mel_bins, self._speech.num_frames)
+        self._run([blank] * min(self._config.step_clips, self._config.num_slots))
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def added(self, row: int, request: NewRequest) -> None:
+        self._fields.set(row, **{CLIP: request.extras[NAME]})
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Encode the step's new clips, and write their keys and values to their slots."""
+        if not (new := new_clips_of(step.extras)):
+            return
+        results = self._run([clip.inputs[FEATURES].tensor() for clip in new])
+        slots_C = upload(torch.tensor([clip.slot for clip in new], dtype=torch.int64).numpy(), self._device)
+        for kept_SLHd, new_EHd in zip(self._kept, results, strict=True):
+            kept_SLHd.index_copy_(0, slots_C, new_EHd.reshape(len(new), *kept_SLHd.shape[1:]))
+        self._num_runs += 1
+
+    def metrics(self) -> dict[str, Any]:
+        return {"encoder_runs": self._num_runs}
+
+    def _run(self, clips: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return keys and values of each layer in turn, [C * length, H, d] each, for the features of C clips."""
+        inputs = encoder_inputs(self._speech, clips, self._dtype)
+        given = {name: each if name in self._on_host else self._on_device(each) for name, each in inputs.items()}
+        with torch.no_grad():
+            return self._hoisted(self._encode(*self._signature.passed(given)))
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,84 @@
+"""Resolve how the clips of a speech model are read, encoded and kept, or refuse what such a model cannot do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from compiled_engine.attention.backend import choose_backend
+from compiled_engine.attention.case import AttentionCase
+from compiled_engine.config import ModelConfig, SchedulerConfig, SpeechConfig
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.image_input import GIB
+from compiled_engine.resolve.speculation import read_speculation
+from compiled_engine.schema import require_defaults
+
+# Most clips on the device unless the user states a number.
+DEFAULT_SLOTS = 32
+# Options that a speech model rules out.
+_REFUSED = {
+    "tensor_parallel_size": "the cross-attention of a speech model is not divided among ranks",
+    "pipeline_parallel_size": "the encoder of a speech model is not divided into stages",
+    "enable_lora": "no adapter is added to the encoder's keys and values",
+    "merge_adapter": "no adapter is added to the encoder's keys and values",
+    "quantization": "the encoder of a speech model is not quantised",
+    "language_model_only": "the decoder of a speech model needs its encoder",
+}
+
+
+def resolve_speech(
+    options: EngineOptions,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: torch.device,
+    reasons: dict[str, str],
+) -> SpeechConfig | None:
+    """Return the limits of clips; None for a model without an encoder of speech.
+
+    Raises ValueError with the option, its value and what is allowed.
+    """
+    speech = model.speech
+    if speech is None:
+        require_defaults(options, "the model takes no audio", "audio_workers")
+        return None
+    for name, reason in _REFUSED.items():
+        require_defaults(options, reason, name)
+    if model.quantisation is not None:
+        raise ValueError(
+            f"the checkpoint is quantised ({model.quantisation.method}); allowed for a speech model: one that is not"
+        )
+    method = read_speculation(options.speculative_config, options.model).get("method")
+    if method not in (None, "ngram"):
+        raise ValueError(
+            f"speculative_config['method'] is {method!r}, whose model has no audio; allowed for a speech model: 'ngram'"
+        )
+    num_slots = _clips(options, "encoder_cache_size", speech.length)
+    if num_slots is None:
+        num_slots = min(scheduler.max_num_seqs, DEFAULT_SLOTS)
+        reasons["speech.num_slots"] = f"one for each running request, at most {DEFAULT_SLOTS}"
+    step_clips = _clips(options, "max_num_encoder_input_tokens", speech.length)
+    if step_clips is None:
+        step_clips = max(1, scheduler.max_num_batched_tokens // speech.length)
+        reasons["speech.step_clips"] = "those whose positions are as many as a step has tokens"
+    num_workers = options.audio_workers
+    if num_workers is None:
+        num_workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+        reasons["speech.num_workers"] = "half of the cores, 1 to 4"
+    heads = speech.num_heads
+    case = AttentionCase(device.type, model.dtype, heads, heads, speech.head_dim, cache=None, causal=False)
+    return SpeechConfig(
+        num_slots=num_slots,
+        step_clips=min(step_clips, num_slots),
+        encoder_backend=choose_backend("auto", "auto", [case]).backend,
+        num_workers=num_workers,
+        cache_bytes=int(options.mm_processor_cache_gb * GIB),
+    )
+
+
+def _clips(options: EngineOptions, name: str, length: int) -> int | None:
+    """Return the number of clips that an option allows in positions of the encoder; None if it is not given."""
+    given: int | None = getattr(options, name)
+    if given is not None and given < length:
+        raise ValueError(f"{name} is {given}; allowed: at least {length}, the positions of a clip")
+    return None if given is None else given // length

@@ -1,0 +1,62 @@
+"""Transcriptions as text, JSON and subtitles, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import soundfile
+from speech_models import RATE, random_clip, transcribing_oracle
+from typer.testing import CliRunner
+
+from compiled_engine.cli.app import app
+from compiled_engine.features.speech.frontend.formats import FORMATS
+from compiled_engine.features.speech.frontend.transcription import Segment, Transcription
+
+SEGMENTS = (
+    Segment(0.0, 29.5, " One --> two.", (5, 6), 0.0, -0.25, 1.5),
+    Segment(29.5, 31.0, " ", (7,), 0.2, -0.5, 0.5),
+    Segment(31.0, 3661.0075, " Three.", (8,), 0.0, -0.125, 1.0),
+)
+RESULT = Transcription("One --> two.  Three.", "en", 3661.0075, SEGMENTS)
+
+
+def test_each_format() -> None:
+    made = {name: write(RESULT, "transcribe") for name, write in FORMATS.items()}
+    assert made["text"] == "One --> two.  Three.\n"
+    assert json.loads(made["json"]) == {"text": RESULT.text}
+    whole = json.loads(made["verbose_json"])
+    assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "en", 3661.0075)
+    assert [segment["tokens"] for segment in whole["segments"]] == [[5, 6], [7], [8]]
+    assert whole["segments"][1]["start"] == 29.5
+    times = ("00:00:00,000 --> 00:00:29,500", "00:00:31,000 --> 01:01:01,008")
+    assert made["srt"] == f"1\n{times[0]}\nOne -> two.\n\n2\n{times[1]}\nThree.\n\n"
+    first, second = (each.replace(",", ".") for each in times)
+    assert made["vtt"] == f"WEBVTT\n\n{first}\nOne -> two.\n\n{second}\nThree.\n\n"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_prints_files(tmp_path: Path) -> None:
+    transcribing_oracle(tmp_path / "model")
+    file = tmp_path / "clip.wav"
+    soundfile.write(file, random_clip(0), RATE)
+    options = [
+        "--model",
+        str(tmp_path / "model"),
+        "--mode",
+        "eager",
+        "--device",
+        "cpu",
+        "--num-blocks",
+        "64",
+        "--quiet",
+    ]
+    run = CliRunner().invoke(app, ["transcribe", *options, "--format", "verbose_json", "--language", "en", str(file)])
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    assert found["language"] == "en"
+    assert found["duration"] == 1.0
+    wrong = CliRunner().invoke(app, ["transcribe", *options, "--format", "lrc", str(file)])
+    assert wrong.exit_code != 0
+    assert "--format is 'lrc'; allowed: text, json, verbose_json, srt, vtt" in wrong.output
