@@ -228,8 +228,15 @@ def _fake(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor, *others
     return _like_queries(q_THd, v_TKd, memory_format=torch.contiguous_format)
 
 
-def _define_value(op: torch.library.CustomOpDef) -> None:
-    """Define the functional op `NAME_value` for traces. It returns out instead of writing it, and cannot be run."""
+def _fake_of_reading(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+
+
+def _define_value(op: torch.library.CustomOpDef, fake: Callable[..., torch.Tensor] = _fake) -> None:
+    """Define the functional op `NAME_value` for traces. It returns out instead of writing it, and cannot be run.
+
+    fake: returns a tensor like the result.
+    """
     schema = op._opoverload._schema
     arguments, replaced = _OUT.subn("", str(schema).partition("(")[2].rpartition(" -> ")[0])
     assert replaced == 1
@@ -239,11 +246,11 @@ def _define_value(op: torch.library.CustomOpDef) -> None:
         mutates_args=(),
         schema=f"({arguments.replace('(a!)', '')} -> Tensor",
     )
-    value.register_fake(_fake)
+    value.register_fake(fake)
 
 
 _define_value(attention_op)
-_define_value(attend_op)
+_define_value(attend_op, _fake_of_reading)
 _define_value(packed_op)
 
 ATTEND = torch.ops.compiled_engine.attend.default

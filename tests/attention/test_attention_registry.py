@@ -66,10 +66,10 @@ def test_auto_gives_reasons() -> None:
 
 def test_where_the_default_refuses_torch_is_taken_and_the_reason_shown() -> None:
     on_cuda = replace(ON_CPU, device="cuda")
-    choice = choose_backend("auto", "auto", [on_cuda, replace(on_cuda, head_dim=512)])
+    choice = choose_backend("auto", "auto", [on_cuda, replace(on_cuda, head_dim=640)])
     assert (choice.backend, choice.block_size) == ("torch", 16)
     assert choice.reasons["attention_backend"] == (
-        "triton cannot run this model: head_dim is 512; allowed: multiples of 8 from 16 to 256"
+        "triton cannot run this model: head_dim is 640; allowed: multiples of 8 from 16 to 576"
     )
     choice = choose_backend("auto", 20, [on_cuda])
     assert (choice.backend, choice.block_size) == ("torch", 20)
@@ -99,7 +99,7 @@ def test_drafts_of_all_layers_have_the_graphs_that_some_layer_needs() -> None:
 def test_backends_that_every_graph_captures() -> None:
     on_cuda = replace(ON_CPU, device="cuda").with_block_size(16)
     assert captured_always([on_cuda]) == ["triton"]
-    assert captured_always([on_cuda, replace(on_cuda, head_dim=512)]) == []
+    assert captured_always([on_cuda, replace(on_cuda, head_dim=640)]) == []
 
 
 def test_cases_are_those_of_layers_that_differ() -> None:

@@ -27,7 +27,7 @@ from compiled_engine.graphs.cache.environment import (
     source_files,
     this_environment,
 )
-from compiled_engine.graphs.cache.key import IMAGE_PACKAGES, RANK_PACKAGES, RECURRENCE_PACKAGES
+from compiled_engine.graphs.cache.key import IMAGE_PACKAGES, RANK_PACKAGES, RECURRENCE_PACKAGES, SPEECH_PACKAGES
 from compiled_engine.passes.framework.profile import DeviceProfile
 
 PRINT_KEY = """
@@ -119,6 +119,7 @@ def test_what_the_digests_leave_out_takes_no_part_in_compiling() -> None:
         *RANK_PACKAGES,
         *RECURRENCE_PACKAGES,
         *IMAGE_PACKAGES,
+        *SPEECH_PACKAGES,
         "config",
         "pooling",
         "kernels",

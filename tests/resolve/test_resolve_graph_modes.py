@@ -32,7 +32,7 @@ NEVER, DECODES, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_DECODE, GraphS
 SCHEDULER = SchedulerConfig(16, 1024, 256, "fcfs")
 RECURRENCES = Recurrences((RowState("state", (4, 8), "float32"), RowState("tail", (3,), "bfloat16")))
 CASE = AttentionCase(
-    "cuda", torch.float32, 4, 2, 520, KVFormat(torch.float32, 16)
+    "cuda", torch.float32, 4, 2, 640, KVFormat(torch.float32, 16)
 )  # of a size that no backend captures
 OBSTACLE = "something is in the way"
 

@@ -17,6 +17,7 @@ from compiled_engine.features.adapters.frontend.requests import AdapterRequests
 from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.pooling.frontend.task import PoolingParams
 from compiled_engine.features.request_registry import RequestFeatures
+from compiled_engine.features.speech.frontend.requests import SpeechRequests
 from compiled_engine.features.structured import extras as structured
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
 from compiled_engine.frontend.prepared_request import PreparedRequest
@@ -51,7 +52,8 @@ def features(find: Callable[[Any], Any] = lambda lora_request: None, objects_all
     """Features whose adapters are those that `find` returns, and need not be read."""
     adapters = AdapterRequests(None)
     adapters.finder = SimpleNamespace(find=find, has_read=lambda lora_request: True)  # type: ignore[assignment]
-    return RequestFeatures(StructuredRequests(None, 100, frozenset(), objects_allowed), adapters, ImageRequests(None))
+    structured_requests = StructuredRequests(None, 100, frozenset(), objects_allowed)
+    return RequestFeatures(structured_requests, adapters, SpeechRequests(None), ImageRequests(None))
 
 
 class Tokenizer:

@@ -17,12 +17,12 @@ import triton.language as tl
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits, plan_splits
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.kernel_choice import num_multiprocessors
-from compiled_engine.attention.backends.triton_combine import Partials, combined, store_partials
+from compiled_engine.attention.backends.triton_combine import WIDEST_PART, Partials, combined, store_partials
 from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, normalised, scales, weigh
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.kernels.launch_arguments import next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
 # Largest latent, for whose sum a program has registers, and largest part of a row after it.
@@ -210,7 +210,7 @@ def attend_latents_kernel(
     if is_split:
         partials_M = (request.to(tl.int64) * NUM_HEADS + heads_M) * num_splits + split
         partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-        store_partials(*partials, partials_M, mask_M, acc_MR, max_M, sum_M, LATENT, TILE_R)
+        store_partials(*partials, partials_M, mask_M, (acc_MR,), max_M, sum_M, LATENT, TILE_R)
     else:
         out_MR = normalised(acc_MR, max_M, sum_M, None, heads_M, mask_M, scale_log2)
         out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
@@ -237,9 +237,10 @@ def combine_latents_kernel(
     TILE_R: tl.constexpr,
     GRAIN: tl.constexpr,
 ) -> None:
-    """Combine partial results. Program (head, request) writes the result of a head if the request's keys were split.
+    """Combine partial results. Program (head, request, part) writes a part of a head's result if keys were split.
 
-    The arguments are those of attend_latents_kernel. TILE_S: num_splits rounded up to a power of two.
+    The arguments are those of attend_latents_kernel. TILE_S: num_splits rounded up to a power of two. TILE_R: elements
+    of a part.
     """
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -253,8 +254,8 @@ def combine_latents_kernel(
     written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
     partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
     partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    out_R = combined(*partials, partials_S, written_S, None, head, scale_log2, LATENT, TILE_R, "")
-    r_R = tl.arange(0, TILE_R)
+    r_R = tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)
+    out_R = combined(*partials, partials_S, written_S, None, head, r_R, scale_log2, LATENT, "")
     out_row_ptr = out_ptr + tl.multiple_of(start.to(tl.int64) * out_token_stride, 8) + head * OUT_HEAD_STRIDE
     tl.store(out_row_ptr + r_R, out_R.to(out_ptr.dtype.element_ty), mask=r_R < LATENT)
 
@@ -318,7 +319,8 @@ def attend_latents(
         **shared,
     )
     if splits.count > 1:
-        combine_latents_kernel[(num_heads, num_requests)](
+        part = min(tile_r, WIDEST_PART)
+        combine_latents_kernel[(num_heads, num_requests, cdiv(latent_dim, part))](
             *partials,
             out_THr,
             inputs.query_start_loc_R1,
@@ -328,7 +330,7 @@ def attend_latents(
             splits.count,
             splits.min_keys,
             TILE_S=next_power_of_2(splits.count),
-            TILE_R=tile_r,
+            TILE_R=part,
             num_warps=4,
             enable_fp_fusion=True,
             **shared,
