@@ -177,14 +177,14 @@ def rotate_and_write(
 ) -> torch.Tensor | None:
     """Norm and rotate q and k, store k and v, and return the rotated q, contiguous [T, H, d].
 
-    Returns None, with nothing done, unless all operands are float32; the cache may also have 8 bits. d is at most 256.
+    Returns None, with nothing done, unless all operands are float32 (the cache may have 8 bits) and d is at most 256.
     The elements of a head must be consecutive, and so must those of a token's cos and sin; raises ValueError otherwise.
     Raises CannotCompile without a working C++ compiler.
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
     angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
     floats = q_THd, k_TKd, v_TKd, *angles.values(), *weights
-    if kv_cache_N2PKd.dtype not in (torch.float32, *FORMATS):
+    if kv_cache_N2PKd.dtype not in (torch.float32, *FORMATS) or q_THd.shape[-1] > HEAD_DIMS[-1]:
         return None
     if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in floats):
         return None
