@@ -34,7 +34,7 @@ from compiled_engine.features.pooling.frontend.processor import (
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
-from compiled_engine.features.speech.frontend.requests import SpeechRequests
+from compiled_engine.features.request_registry import RequestFeatures
 from compiled_engine.features.speech.frontend.transcription import Asked, Transcription, run_async
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
@@ -178,7 +178,7 @@ class AsyncLLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 is_stopped=is_stopped,
-                placeholder=self.image_placeholder,
+                placeholder=self._frontend.features.images.placeholder,
                 mm_processor_kwargs=mm_processor_kwargs,
             )
 
@@ -201,7 +201,9 @@ class AsyncLLM:
                 return [output async for output in outputs][-1]
 
         chosen = language, task, prompt, temperature
-        return await run_async(await asyncio.to_thread(self.speech.transcribing, audio, *chosen), last)
+        return await run_async(
+            await asyncio.to_thread(self._frontend.features.speech.transcribing, audio, *chosen), last
+        )
 
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.
@@ -513,27 +515,9 @@ class AsyncLLM:
         return self._frontend.tokenizer
 
     @property
-    def image_placeholder(self) -> int | None:
-        """The token that stands for an image in prompts; None if prompts may have no images."""
-        return self._frontend.features.images.placeholder
-
-    @property
-    def why_no_images(self) -> str | None:
-        """The reason why prompts may have no images; None if they may."""
-        return self._frontend.features.images.why_none
-
-    @property
-    def speech(self) -> SpeechRequests:
-        """The feature's part that turns audio into prompts; see its `transcribing`."""
-        return self._frontend.features.speech
-
-    def image_bytes(self, num_images: int) -> tuple[int, int]:
-        """Return the most bytes that a prompt's processed images take, and the bytes that this process holds now.
-
-        num_images: images of the prompt. Prompts that `attach` has returned hold the latter.
-        """
-        images = self._frontend.features.images
-        return images.most_bytes(num_images), images.held_bytes
+    def features(self) -> RequestFeatures:
+        """The features' parts in this process: whether prompts may have images, how audio becomes prompts."""
+        return self._frontend.features
 
     @property
     def address(self) -> str | None:

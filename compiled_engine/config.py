@@ -16,7 +16,7 @@ import torch
 from compiled_engine.kv_format import AUTO, cache_dtype, halves_of, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
-from compiled_engine.speech import SpeechDescription
+from compiled_engine.speech import SpeechConfig, SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 
@@ -400,17 +400,6 @@ class ImageInput:
     max_pixels: int  # of an image
     allowed_domains: tuple[str, ...]  # hosts from which images are fetched
     local_folder: Path | None  # folder whose files URLs may name
-
-
-@dataclass(frozen=True)
-class SpeechConfig:
-    """The audio of prompts: how clips are read, and limits of their keys and values on the device."""
-
-    num_slots: int  # clips whose keys and values are on the device; each running request holds one
-    step_clips: int  # most clips that a step encodes
-    encoder_backend: str  # attention backend of the encoder
-    num_workers: int  # processes that compute features
-    cache_bytes: int  # features kept in each process that takes requests
 
 
 @dataclass(frozen=True)

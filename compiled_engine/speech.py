@@ -1,4 +1,4 @@
-"""Description of a speech model's encoder, whose result the decoder attends to."""
+"""A speech model's encoder, whose result the decoder attends to, and how audio is given to it: plain data."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ class SpeechDescription:
     num_mel_bins: int
     num_frames: int
     length: int
-    num_layers: int
     num_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True)
+class SpeechConfig:
+    """The audio of prompts: how clips are read, and limits of their keys and values on the device."""
+
+    num_slots: int  # clips whose keys and values are on the device; each running request holds one
+    step_clips: int  # most clips that a step encodes
+    encoder_backend: str  # attention backend of the encoder
+    num_workers: int  # processes that compute features
+    cache_bytes: int  # features kept in each process that takes requests

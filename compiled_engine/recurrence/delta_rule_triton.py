@@ -16,6 +16,7 @@ from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, with
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.delta_rule import EPS
 from compiled_engine.recurrence.matrix_states import Drafted
+from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update
 from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -120,15 +121,10 @@ def delta_rule_kernel(
     in_kv = in_k[:, None] & in_v[None, :]
     state_kv = tl.load(state_ptrs_kv, mask=in_k[:, None] & continues_v[None, :], other=0.0)
     if SLOTS > 0 and CHUNK == 1:
-        # Apply the right drafts of the step before. A state without tokens has no length yet.
-        lengths_ptrs_v = lengths_ptr + (row * H + head) * V + v_v
-        num_applied = tl.max(tl.load(lengths_ptrs_v, mask=continues_v, other=0), 0)
-        update_ptr = drafts_ptr + (row * H + head) * SLOTS * (K + V + 1)
-        for position in range(num_applied, num_before):
-            slot_ptr = update_ptr + (position % SLOTS) * (K + V + 1)
-            state_kv *= tl.exp(tl.load(slot_ptr + K + V))
-            k_k1 = tl.load(slot_ptr + k_k, mask=in_k, other=0.0)[:, None]
-            state_kv += k_k1 * tl.load(slot_ptr + K + v_v, mask=in_v, other=0.0)[None, :]
+        state_kv = apply_drafts(
+            *(state_kv, drafts_ptr, lengths_ptr, row * H + head, num_before, continues_v),
+            *(k_k, v_v, in_k, in_v, K, V, SLOTS),
+        )
     place_C = tl.arange(0, CHUNK)
     lower_CC, diagonal_CC = place_C[:, None] > place_C[None, :], place_C[:, None] == place_C[None, :]
     for first in range(0, length, CHUNK):
@@ -153,11 +149,9 @@ def delta_rule_kernel(
             state_kv += k_k1 * written_1v
             if SLOTS > 0:
                 if first >= num_certain:
-                    slot_ptr = update_ptr + ((num_before + first) % SLOTS) * (K + V + 1)
-                    tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
-                    if tl.program_id(0) == 0:
-                        tl.store(slot_ptr + k_k, tl.sum(k_Ck, 0), mask=in_k)
-                        tl.store(slot_ptr + K + V, tl.sum(g_C, 0))
+                    position = num_before + first
+                    changed = k_Ck, written_1v, g_C
+                    store_update(drafts_ptr, row * H + head, position, *changed, k_k, v_v, in_k, in_v, K, V, SLOTS)
                 elif (row >= 0) & (first == num_certain - 1):
                     tl.store(state_ptrs_kv, state_kv, mask=in_kv)
             out_Cv = tl.sum(state_kv * q_k[:, None], 0)[None, :]
@@ -186,15 +180,10 @@ def delta_rule_kernel(
             state_kv = state_kv * tl.exp(total) + tl.dot(keys_kC * left_1C, written_Cv, input_precision=PRECISION)
         out_ptrs_Cv = out_ptr + (token_C[:, None] * H + head) * V + v_v[None, :]
         tl.store(out_ptrs_Cv, out_Cv.to(out_ptr.dtype.element_ty), mask=inside_C[:, None] & in_v[None, :])
-    if (row >= 0) & (length > 0):
-        if SLOTS == 0 or CHUNK > 1:
-            tl.store(state_ptrs_kv, state_kv, mask=in_kv)
-        if SLOTS > 0:
-            tl.store(lengths_ptr + (row * H + head) * V + v_v, seq_len + zero_v.to(tl.int32), mask=in_v)
-    if SLOTS > 0 and CHUNK == 1:
-        for token in range(length, length + num_missing):
-            out_ptrs_v = out_ptr + ((start + token).to(tl.int64) * H + head) * V + v_v
-            tl.store(out_ptrs_v, tl.zeros([TILE_V], out_ptr.dtype.element_ty), mask=in_v)
+    end_request(
+        *(state_kv, state_ptrs_kv, in_kv, lengths_ptr, out_ptr, row, head, seq_len, start, length, num_missing),
+        *(v_v, in_v, H, V, SLOTS, CHUNK),
+    )
 
 
 def apply_rule_triton(

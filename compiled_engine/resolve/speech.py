@@ -8,11 +8,12 @@ import torch
 
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase
-from compiled_engine.config import ModelConfig, SchedulerConfig, SpeechConfig
+from compiled_engine.config import ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.image_input import GIB
 from compiled_engine.resolve.speculation import read_speculation
 from compiled_engine.schema import require_defaults
+from compiled_engine.speech import SpeechConfig
 
 # Most clips on the device unless the user states a number.
 DEFAULT_SLOTS = 32

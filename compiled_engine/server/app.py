@@ -125,7 +125,9 @@ def build_app(
         engine=engine,
         options=options,
         names=names,
-        chat=find_chat_format(engine.tokenizer, options, texts, engine.image_placeholder, engine.why_no_images),
+        chat=find_chat_format(
+            engine.tokenizer, options, texts, engine.features.images.placeholder, engine.features.images.why_none
+        ),
         admission=Admission(options.limits.max_in_flight, figures),
         forms=LongWork("forms", QUICK_FORM, options.limits.render_timeout),
         texts=texts,

@@ -109,7 +109,7 @@ async def with_images(serving: Serving, prompt: Prompt, params: SamplingParams |
     if not prompt.data:
         return plain
     images = prompt.data["multi_modal_data"]["image"]
-    most, _ = serving.engine.image_bytes(len(images))
+    most = serving.engine.features.images.most_bytes(len(images))
     urls = sum(len(image.url) for image in images if isinstance(image, ImageUrl))
     async with serving.images.admit(urls, most):
         try:

@@ -59,7 +59,7 @@ def _card(serving: Serving, name: str) -> ModelCard:
         root=serving.names[0] if adapter is None else str(adapter.lora_path),
         parent=None if adapter is None else serving.names[0],
         max_model_len=serving.max_model_len,
-        input_modalities=["text"] if serving.engine.why_no_images is not None else ["text", "image"],
+        input_modalities=["text"] if serving.engine.features.images.why_none is not None else ["text", "image"],
     )
 
 

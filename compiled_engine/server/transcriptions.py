@@ -94,7 +94,7 @@ def _text(name: str, value: bytes) -> str:
 
 
 async def _transcribed(serving: Serving, file: bytes, task: str, fields: Mapping[str, str]) -> Transcription:
-    speech = serving.engine.speech
+    speech = serving.engine.features.speech
     try:
         temperature = float(fields["temperature"]) if fields.get("temperature") else None
     except ValueError:

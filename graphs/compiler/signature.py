@@ -23,7 +23,7 @@ from compiled_engine.attention.inputs import (
     padding_of,
     tensors_of_model,
 )
-from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig, SpeechConfig
+from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig
 from compiled_engine.models.foreign.speech_inputs import ENCODER_ARGUMENTS, encoder_tensors
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
 from compiled_engine.models.vision.inputs import tower_arguments, tower_tensors
@@ -36,7 +36,7 @@ from compiled_engine.passes.registry import step_tensors
 from compiled_engine.passes.speech.hoist_encoder import ENCODED
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
-from compiled_engine.speech import SpeechDescription
+from compiled_engine.speech import SpeechConfig, SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"

@@ -158,7 +158,6 @@ def describe_speech(config: Any) -> SpeechDescription:
         num_mel_bins=config.num_mel_bins,
         num_frames=2 * config.max_source_positions,  # the second convolution has stride 2
         length=config.max_source_positions,
-        num_layers=config.encoder_layers,
         num_heads=config.encoder_attention_heads,
         head_dim=config.d_model // config.encoder_attention_heads,
     )

@@ -16,14 +16,13 @@ from compiled_engine.config import (
     LengthAngles,
     Recurrences,
     RowState,
-    SpeechConfig,
 )
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
-from compiled_engine.speech import SpeechDescription
+from compiled_engine.speech import SpeechConfig, SpeechDescription
 from compiled_engine.vision import VisionDescription
 
 ENVIRONMENT = Environment({}, {}, {}, {}, {}, {})
@@ -88,8 +87,8 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "model.speech": (
-        SpeechDescription(80, 3000, 1500, 4, 6, 64),
-        {"num_mel_bins": 128, "num_frames": 200, "length": 100, "num_layers": 2, "num_heads": 3, "head_dim": 32},
+        SpeechDescription(80, 3000, 1500, 6, 64),
+        {"num_mel_bins": 128, "num_frames": 200, "length": 100, "num_heads": 3, "head_dim": 32},
         {},
     ),
     "speech": (

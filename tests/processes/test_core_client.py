@@ -262,7 +262,7 @@ def test_the_end_of_the_core_is_told_once_to_everyone(end: Callable[[ScriptedEnd
 def test_more_is_sent_when_the_core_has_taken_what_came_before() -> None:
     async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
         await client.drained()
-        order = ControlCall("give_pixels", {"data": bytes(8 << 20)})
+        order = ControlCall("give_inputs", {"data": bytes(8 << 20)})
         client.tell(order, ["0:a"])
         waiting = asyncio.create_task(client.drained())
         await asyncio.sleep(0.01)

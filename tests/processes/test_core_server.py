@@ -293,7 +293,7 @@ def test_a_long_message_takes_few_steps_to_arrive(core: HeldCore, served: Served
     """Of many megabytes, while a request runs."""
     say(served.starter, add("0:a"))
     wait_until(lambda: len(core.live) == 1)
-    order = ControlCall("give_pixels", {"data": bytes(32 << 20)})
+    order = ControlCall("give_inputs", {"data": bytes(32 << 20)})
     core.allowed = most = 1_000_000
     say_slowly(served.starter, Tell(order))
     wait_until(lambda: bool(core.told))

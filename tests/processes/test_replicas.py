@@ -341,7 +341,7 @@ def test_an_order_without_an_answer_is_served_before_later_requests() -> None:
 def test_an_order_for_a_request_goes_where_the_request_is() -> None:
     """What a replica asks for reaches the caller. If it dies, the next one asks for itself."""
     cores = [FakeCore(), FakeCore()]
-    engine, order = make(cores), ControlCall("give_pixels", {"key": "k"})
+    engine, order = make(cores), ControlCall("give_inputs", {"key": "k"})
     engine.add(EngineRequest("a", (5, 6), SamplingParams(max_tokens=2)))
     first, other = sorted(cores, key=lambda core: not core.connection.wait_readable(0))
     asks = EngineOutput("a", (), extras={ASKS: ["k"]})

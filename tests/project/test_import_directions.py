@@ -151,7 +151,6 @@ PLANNING = (
     "features.speculation.draft_sharpness",
     "features.speculation.extras",
     "features.speech.extras",
-    "features.speech.new_clips",
     "features.speech.plan",
     "features.structured.constraints",
     "features.structured.extras",

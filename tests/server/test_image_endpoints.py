@@ -213,7 +213,7 @@ def test_images_that_may_become_large_wait_for_others() -> None:
 
 def test_many_small_images_at_once_are_all_answered(seeing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although each of them may become so large that there is room for one."""
-    monkeypatch.setattr(seeing.serving.images, "most", seeing.engine.image_bytes(1)[0])
+    monkeypatch.setattr(seeing.serving.images, "most", seeing.engine.features.images.most_bytes(1))
 
     def ask(seed: int) -> int:
         asked = {"messages": conversation(url_of(as_file(picture(24, 24, seed)))), **ASKS}

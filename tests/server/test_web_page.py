@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -176,14 +177,12 @@ CHOOSE = """
 class SeeingEngine(ScriptedEngine):
     """Says that its model sees, and leaves images as they are."""
 
-    why_no_images = None
-
     @property
-    def image_placeholder(self) -> int:
-        return min(self.tokenizer.special_ids)
-
-    def image_bytes(self, num_images: int) -> tuple[int, int]:
-        return num_images, 0
+    def features(self) -> Any:
+        placeholder = min(self.tokenizer.special_ids)
+        return SimpleNamespace(
+            images=SimpleNamespace(why_none=None, placeholder=placeholder, most_bytes=lambda num_images: num_images)
+        )
 
     async def attach(self, prompt: Any, sampling_params: Any = None) -> dict[str, Any]:
         self.attached = prompt["multi_modal_data"]["image"]

@@ -15,7 +15,7 @@ from typing import cast
 from compiled_engine.engine.messages import ASKS, ControlCall, EngineOutput
 from compiled_engine.features.images.extras import PlainTensor
 
-GIVE = "give_pixels"  # the control call with a part
+GIVE = "give_inputs"  # the control call with a part
 MOST_BYTES = 4 << 20  # of a part
 
 Piece = tuple[str, str, Sequence[int], bytes]

@@ -87,7 +87,7 @@ class ImagePlan(PlanFeature):
         self._counts["image_requests"] += 1
         self._counts["images"] += len(given.images)
 
-    def give_pixels(self, key: str, number: int, count: int, piece: Piece) -> None:
+    def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:
         """Take a part of the pixels of images, see `calls_of`."""
         self.pixels.give(key, number, count, piece)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.config import EngineConfig, SpeechConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.speech.hoist_encoder import cross_parameters
-from compiled_engine.speech import SpeechDescription
+from compiled_engine.speech import SpeechConfig, SpeechDescription
 
 
 class EagerSpeech:

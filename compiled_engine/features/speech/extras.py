@@ -1,12 +1,14 @@
-"""The clip of a request, in the extras of EngineRequest: plain data that the frontend writes and the plan reads."""
+"""Clips in extras, as plain data: those of requests, for the plan, and those that a step encodes, for the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.features.images.extras import PlainTensor
 
 NAME = "speech"
 
@@ -15,6 +17,13 @@ class PromptClip(msgspec.Struct, frozen=True, array_like=True):
     """The audio of a prompt, whose features follow when the core asks for them."""
 
     key: str  # hex digest of the audio; clips with the same key have the same keys and values
+
+
+class NewClip(msgspec.Struct, frozen=True, array_like=True):
+    """A clip that is encoded at a step's beginning."""
+
+    slot: int
+    inputs: Mapping[str, PlainTensor]  # the feature extractor's output, by its names
 
 
 def clip_of(request: EngineRequest) -> PromptClip | None:
@@ -26,3 +35,8 @@ def clip_of(request: EngineRequest) -> PromptClip | None:
 def extras_of(key: str) -> dict[str, Any]:
     """Return the extras of a request with this clip."""
     return {NAME: PromptClip(key)}
+
+
+def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:
+    """Return the clips that a step encodes, from its extras."""
+    return msgspec.convert(extras.get(NAME, ()), tuple[NewClip, ...])

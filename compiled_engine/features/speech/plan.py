@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.config import SpeechConfig
 from compiled_engine.engine.cache_resource import CacheResource
 from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.engine.plan_hooks import PlanFeature
@@ -17,8 +16,8 @@ from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.images.embedding_cache import CachedImage, EmbeddingCache
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
-from compiled_engine.features.speech.extras import NAME, PromptClip, clip_of
-from compiled_engine.features.speech.new_clips import NewClip
+from compiled_engine.features.speech.extras import NAME, NewClip, PromptClip, clip_of
+from compiled_engine.speech import SpeechConfig
 
 _PLANNED = ("clips", "clip_cache_hits", "clips_encoded")
 # Features are asked for before they are needed as long as they are those of so many full steps.
@@ -68,7 +67,7 @@ class SpeechPlan(PlanFeature):
         self._clips[request] = clip
         self._counts["clips"] += 1
 
-    def give_pixels(self, key: str, number: int, count: int, piece: Piece) -> None:
+    def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:
         """Take a part of the features of a clip, see `calls_of` in features/images/pixels.py."""
         self.features.give(key, number, count, piece)
 

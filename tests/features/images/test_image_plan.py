@@ -319,7 +319,7 @@ class Asking:
 
     def give(self, *keys: str) -> None:
         for call in calls_of({key: inputs_of(key) for key in keys}):
-            self.plan.give_pixels(**call.arguments)
+            self.plan.give_inputs(**call.arguments)
 
 
 NOTHING = StepImages([], {})
@@ -338,10 +338,10 @@ def test_a_request_waits_until_its_pixels_are_complete() -> None:
     asking.add("text", [4])
     assert asking.step() == (["text"], [("one", ("a",))])
     first, last = calls_of({"a": inputs_of("a")})
-    asking.plan.give_pixels(**last.arguments)
+    asking.plan.give_inputs(**last.arguments)
     assert asking.step() == (["text"], [])
     for call in (last, first):
-        asking.plan.give_pixels(**call.arguments)
+        asking.plan.give_inputs(**call.arguments)
     requests, asks = asking.step()
     assert ({*requests}, asks) == ({"text", "one", "other"}, [])
     assert asking.computed == [inputs_of("a")]

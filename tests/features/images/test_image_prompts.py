@@ -240,15 +240,15 @@ def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
         engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process")
         try:
             prompt = {"prompt": qwen.placeholder, "multi_modal_data": {"image": picture(24, 24)}}
-            most, held = engine.image_bytes(1)
-            assert (most > 0, held) == (True, 0)
+            images = engine.features.images
+            assert (images.most_bytes(1) > 0, images.held_bytes) == (True, 0)
             attached = [await engine.attach(prompt) for _ in range(2)]
-            assert engine.image_bytes(1) == (most, 36 * 96 * 4 + 9 * 8 + 3 * 8)
+            assert images.held_bytes == 36 * 96 * 4 + 9 * 8 + 3 * 8
             outputs = engine.generate(attached.pop(), LONG)
             assert not (await anext(outputs)).finished
             attached.clear()
             gc.collect()
-            assert engine.image_bytes(1) == (most, 0)
+            assert images.held_bytes == 0
             await outputs.aclose()
         finally:
             await engine.shutdown()

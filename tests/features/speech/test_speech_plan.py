@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_engine.config import CacheConfig, SchedulerConfig, SpeechConfig
+from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.pixels import calls_of
-from compiled_engine.features.speech.extras import NAME, extras_of
-from compiled_engine.features.speech.new_clips import new_clips_of
+from compiled_engine.features.speech.extras import NAME, extras_of, new_clips_of
 from compiled_engine.features.speech.plan import SpeechPlan
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.speech import SpeechConfig
 
 BLOCK, MOST_TOKENS = 4, 12
 

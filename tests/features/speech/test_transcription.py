@@ -16,7 +16,7 @@ from speech_models import IDS, RATE, SpeechOracle, random_clip, transcribing_ora
 
 from compiled_engine import LLM
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.features.speech.frontend.decoding import decoded_audio, resampled
+from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
 from compiled_engine.features.speech.frontend.transcription import Transcription, windows_of
 
 OPTIONS: dict[str, Any] = {

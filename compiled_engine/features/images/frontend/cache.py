@@ -10,19 +10,19 @@ from compiled_engine.features.images.extras import PlainTensor
 GRID = "grid_thw"  # end of the names of inputs with an image's rows and columns
 
 
-class ProcessedImage(NamedTuple):
-    """An image as the checkpoint's processor returns it."""
+class ProcessedMedia(NamedTuple):
+    """An image or a clip of audio as the checkpoint's processor returns it."""
 
-    key: str  # digest of the image and the settings
-    placeholder: int  # token id of a placeholder in prompts
+    key: str  # digest of the source and the settings
+    placeholder: int  # token id of a placeholder in prompts; audio has none
     token_ids: tuple[int, ...]  # that replace a placeholder
-    inputs: dict[str, PlainTensor]  # the tower's inputs, by the processor's names
+    inputs: dict[str, PlainTensor]  # inputs of the tower or encoder, by the processor's names
 
     @property
     def num_bytes(self) -> int:
         return 8 * len(self.token_ids) + sum(len(tensor.data) for tensor in self.inputs.values())
 
-    def without_pixels(self) -> ProcessedImage:
+    def without_pixels(self) -> ProcessedMedia:
         """Return the image with only those inputs that positions depend on."""
         return self._replace(inputs={name: each for name, each in self.inputs.items() if name.endswith(GRID)})
 
@@ -32,18 +32,18 @@ class ImageCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._images: dict[str, ProcessedImage] = {}  # least recently used first
+        self._images: dict[str, ProcessedMedia] = {}  # least recently used first
         self._lock = threading.Lock()
         self.num_bytes = 0
 
-    def get(self, key: str) -> ProcessedImage | None:
+    def get(self, key: str) -> ProcessedMedia | None:
         """Return the image with this key, if it is there."""
         with self._lock:
             if (image := self._images.pop(key, None)) is not None:
                 self._images[key] = image
             return image
 
-    def put(self, image: ProcessedImage) -> None:
+    def put(self, image: ProcessedMedia) -> None:
         """Keep an image, and drop others as needed. An image larger than the cache is not kept."""
         with self._lock:
             if image.key in self._images or image.num_bytes > self._max_bytes:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
-from compiled_engine.features.images.frontend.sources import ImageSource
+from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedMedia
+from compiled_engine.features.images.frontend.sources import MediaSource
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.smallest_first import Stopped, WorkStopped
 from compiled_engine.process.worker_pool import WorkerPool
@@ -97,8 +97,8 @@ class MediaProcessing:
         self._files, self._num_workers = files, num_workers
         self._identity = json.dumps(files.order())
         self.cache = ImageCache(cache_bytes)
-        self._running: dict[str, Future[ProcessedImage]] = {}
-        self._wanted: Counter[Future[ProcessedImage] | None] = Counter()  # callers that wait for each of these
+        self._running: dict[str, Future[ProcessedMedia]] = {}
+        self._wanted: Counter[Future[ProcessedMedia] | None] = Counter()  # callers that wait for each of these
         self._lock = threading.Lock()  # protects the fields above and below
         self._pool: WorkerPool | None = None
         self._is_closed = False
@@ -131,7 +131,7 @@ class MediaProcessing:
             self.unusable = answer["error"]
             log.warning("prompts may have no %s: %s", self._files.many, self.unusable)
 
-    def submit(self, source: ImageSource, settings: Mapping[str, Any]) -> Future[ProcessedImage]:
+    def submit(self, source: MediaSource, settings: Mapping[str, Any]) -> Future[ProcessedMedia]:
         """Begin to process an image, unless the cache has it or it is being processed already.
 
         settings: arguments of the processor. The result raises ValueError for an image that cannot be processed, and
@@ -157,7 +157,7 @@ class MediaProcessing:
             self._threads.submit(self._run, running, key, source, dict(settings))
             return running
 
-    def result(self, running: Future[ProcessedImage], is_stopped: Stopped) -> ProcessedImage:
+    def result(self, running: Future[ProcessedMedia], is_stopped: Stopped) -> ProcessedMedia:
         """Wait for an image. Raises its error, or WorkStopped if `is_stopped` returns True before; see `leave` too."""
         while not wait([running], POLL_S).done:
             if is_stopped():
@@ -165,7 +165,7 @@ class MediaProcessing:
                 raise WorkStopped(f"nobody waits for the {self._files.one}")
         return running.result()
 
-    def leave(self, running: Future[ProcessedImage]) -> None:
+    def leave(self, running: Future[ProcessedMedia]) -> None:
         """Note that a caller of `submit` waits for an image no longer. It never begins if no other caller does."""
         with self._lock:
             if running in self._wanted:
@@ -193,7 +193,7 @@ class MediaProcessing:
         if pool is not None:
             pool.close()
 
-    def _run(self, running: Future[ProcessedImage], key: str, source: ImageSource, settings: dict[str, Any]) -> None:
+    def _run(self, running: Future[ProcessedMedia], key: str, source: MediaSource, settings: dict[str, Any]) -> None:
         with self._lock:
             if self._running.get(key) is running and not self._wanted[running]:
                 del self._running[key], self._wanted[running]
@@ -218,14 +218,14 @@ class MediaProcessing:
             self._wanted.pop(running, None)
             return running is not None
 
-    def _process(self, key: str, source: ImageSource, settings: dict[str, Any]) -> ProcessedImage:
+    def _process(self, key: str, source: MediaSource, settings: dict[str, Any]) -> ProcessedMedia:
         try:
             return self._exchange(key, source, settings)
         except OSError as error:  # not the image's fault; the path is no caller's business
             reason = error.strerror or type(error).__name__
             raise RuntimeError(f"{NO_EXCHANGE.format(self._files.many)}: {reason}") from error
 
-    def _exchange(self, key: str, source: ImageSource, settings: dict[str, Any]) -> ProcessedImage:
+    def _exchange(self, key: str, source: MediaSource, settings: dict[str, Any]) -> ProcessedMedia:
         """Send an image to a process and read its answer, through files. Raises OSError if these cannot be used."""
         pool, folder = self._begin()
         number = next(self._numbers)
@@ -259,7 +259,7 @@ class MediaProcessing:
             self._end(pool, has_ended=answer is None)
             given.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
-        return ProcessedImage(key, answer["placeholder"], tuple(answer["token_ids"]), inputs)
+        return ProcessedMedia(key, answer["placeholder"], tuple(answer["token_ids"]), inputs)
 
     def _begin(self) -> tuple[WorkerPool, Path]:
         """Return the processes, and the folder through which they exchange data. Starts them if there are none."""

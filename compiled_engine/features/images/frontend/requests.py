@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.images.extras import PlainTensor, PromptImage, contents_of, extras_of
-from compiled_engine.features.images.frontend.cache import ProcessedImage
+from compiled_engine.features.images.frontend.cache import ProcessedMedia
 from compiled_engine.features.images.frontend.download import Downloader, PromptDownloads
 from compiled_engine.features.images.frontend.placeholders import expanded, runs_of_images
 from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles, missing_packages
-from compiled_engine.features.images.frontend.sources import ImageSource, read_source
+from compiled_engine.features.images.frontend.sources import MediaSource, read_source
 from compiled_engine.features.images.frontend.urls import UrlPolicy
 from compiled_engine.features.images.limits import check_num_embeddings, check_params
 from compiled_engine.features.images.pixels import calls_of
@@ -43,7 +43,7 @@ AHEAD = 8  # images of a prompt that are processed while an earlier one is await
 MOST_HELD = 4 << 30
 
 
-Begun = tuple[ImageSource, Future[ProcessedImage]]
+Begun = tuple[MediaSource, Future[ProcessedMedia]]
 """An image that is being processed."""
 
 
@@ -143,10 +143,10 @@ class ImageRequests(RequestFeature):
             self, prompt.name, list(zip(names, given, strict=True)), {**self._config.settings, **settings}
         )
 
-    def read(self, name: str, image: Any, downloads: PromptDownloads) -> ImageSource:
+    def read(self, name: str, image: Any, downloads: PromptDownloads) -> MediaSource:
         """Read an image. Raises TypeError, ValueError or OSError, beginning with its name."""
         assert self._config is not None
-        if isinstance(image, ImageSource):  # read before
+        if isinstance(image, MediaSource):  # read before
             return image
         if not isinstance(image, ImageUrl):
             return read_source(name, image, self._config.max_pixels)
@@ -156,7 +156,7 @@ class ImageRequests(RequestFeature):
             reason = error if isinstance(error, ValueError) else "it cannot be read"
             raise ValueError(f"{name}: {reason}") from None
 
-    def require_fit(self, image: ProcessedImage) -> None:
+    def require_fit(self, image: ProcessedMedia) -> None:
         """Raise ValueError unless the engine can compute a processed image."""
         from compiled_engine.models.vision.inputs import PIXELS, check_image, num_embeddings
 
@@ -179,7 +179,7 @@ class ImageRequests(RequestFeature):
         bytes_of_each = self.images.vision.input_elements * self.element_bytes
         return min(num_images * most, self.longest_prompt + most) * bytes_of_each
 
-    def hold(self, image: ProcessedImage) -> bool:
+    def hold(self, image: ProcessedMedia) -> bool:
         """Count an image that a prompt holds; returns False if it would be one too many.
 
         An image that several prompts hold counts once.
@@ -192,7 +192,7 @@ class ImageRequests(RequestFeature):
             self._held[image.key] += 1
             return True
 
-    def release(self, image: ProcessedImage) -> None:
+    def release(self, image: ProcessedMedia) -> None:
         """Undo `hold`."""
         with self._guard:
             self._held[image.key] -= 1
@@ -226,9 +226,9 @@ class PromptImages(Attachment):
     ) -> None:
         self._requests, self._name, self._settings = requests, name, settings
         self._given = list(given)
-        self._images: list[ProcessedImage] = []  # without pixels
+        self._images: list[ProcessedMedia] = []  # without pixels
         self._expanded: tuple[int, ...] | None = None
-        self._held: dict[str, ProcessedImage] = {}  # with pixels, by key
+        self._held: dict[str, ProcessedMedia] = {}  # with pixels, by key
         weakref.finalize(self, _release_all, requests, self._held)
 
     @property
@@ -247,7 +247,7 @@ class PromptImages(Attachment):
 
     def _take_all(self, begun: Iterator[tuple[str, Begun]], is_stopped: Stopped) -> None:
         assert self._requests.processing is not None
-        images, num_tokens = list[ProcessedImage](), 0
+        images, num_tokens = list[ProcessedMedia](), 0
         for number, (name, (source, running)) in enumerate(begun):
             try:
                 image = self._requests.processing.result(running, is_stopped)
@@ -370,7 +370,7 @@ def _check_names(name: str, given: Any, num_images: int) -> None:
         raise ValueError(f"{name} has {len(several)} names of images; allowed: {num_images}, one for each")
 
 
-def _release_all(requests: ImageRequests, held: dict[str, ProcessedImage]) -> None:
+def _release_all(requests: ImageRequests, held: dict[str, ProcessedMedia]) -> None:
     while held:
         requests.release(held.popitem()[1])
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 ALLOWED = "a PIL image, a uint8 array of 3 channels, a path, or the bytes of an image file"
 
 
-class ImageSource(NamedTuple):
-    """An image that is not decoded yet."""
+class MediaSource(NamedTuple):
+    """An image or a clip of audio that is not decoded yet."""
 
-    # "file": `data` is an image file; "pixels": pixels of a PIL image, `mode` is its mode and `shape` its width and
-    # height; "array": an array of uint8, `shape` is its shape.
+    # "file": `data` is an image or audio file; "pixels": pixels of a PIL image, `mode` is its mode and `shape` its
+    # width and height; "array": an array of uint8, `shape` is its shape; "samples": fp32, `mode` is their rate.
     kind: str
     data: bytes
     mode: str = ""
@@ -38,7 +38,7 @@ class ImageSource(NamedTuple):
         return found.hexdigest()
 
 
-def read_source(name: str, image: Any, max_pixels: int) -> ImageSource:
+def read_source(name: str, image: Any, max_pixels: int) -> MediaSource:
     """Return the source of an image that a caller in Python gives.
 
     Raises TypeError, ValueError or OSError, beginning with the name, for a value that is no image or is out of bounds.
@@ -59,11 +59,11 @@ def read_source(name: str, image: Any, max_pixels: int) -> ImageSource:
     raise TypeError(f"{name} must be {ALLOWED}, got {_shown(image)}")
 
 
-def file_source(data: bytes) -> ImageSource:
-    """Return the source of an image file. Raises ValueError if it is empty or too long."""
+def file_source(data: bytes) -> MediaSource:
+    """Return the source of an image or audio file. Raises ValueError if it is empty or too long."""
     if not 0 < len(data) <= MOST_FILE_BYTES:
-        raise ValueError(f"the image file has {len(data)} bytes; allowed: 1 to {MOST_FILE_BYTES}")
-    return ImageSource("file", data)
+        raise ValueError(f"the file has {len(data)} bytes; allowed: 1 to {MOST_FILE_BYTES}")
+    return MediaSource("file", data)
 
 
 Opener = Callable[[str, int], int]
@@ -108,16 +108,16 @@ def is_pil_image(value: Any) -> bool:
     return module is not None and isinstance(value, module.Image)
 
 
-def _of_pil(image: PIL.Image.Image, max_pixels: int) -> ImageSource:
+def _of_pil(image: PIL.Image.Image, max_pixels: int) -> MediaSource:
     """Keep RGB and RGBA. Processors convert other modes in the same way: transparent ones to RGBA first."""
     check_pixels(image.width, image.height, max_pixels)
     if image.mode not in ("RGB", "RGBA"):
         has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
         image = image.convert("RGBA" if has_alpha else "RGB")
-    return ImageSource("pixels", image.tobytes(), image.mode, image.size)
+    return MediaSource("pixels", image.tobytes(), image.mode, image.size)
 
 
-def _of_array(array: np.ndarray[Any, Any], max_pixels: int) -> ImageSource:
+def _of_array(array: np.ndarray[Any, Any], max_pixels: int) -> MediaSource:
     if array.ndim != 3 or 3 not in (array.shape[0], array.shape[-1]) or array.dtype != np.uint8:
         raise ValueError(
             "an array must be uint8 of shape [height, width, 3] or [3, height, width], got "
@@ -125,7 +125,7 @@ def _of_array(array: np.ndarray[Any, Any], max_pixels: int) -> ImageSource:
         )
     height, width = array.shape[:2] if array.shape[-1] == 3 else array.shape[1:]
     check_pixels(width, height, max_pixels)
-    return ImageSource("array", np.ascontiguousarray(array).tobytes(), shape=tuple(array.shape))
+    return MediaSource("array", np.ascontiguousarray(array).tobytes(), shape=tuple(array.shape))
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from compiled_engine.features.images.frontend.download import Downloader, PromptDownloads, Target
-from compiled_engine.features.images.frontend.sources import ImageSource, file_source, opener_within, read_file
+from compiled_engine.features.images.frontend.sources import MediaSource, file_source, opener_within, read_file
 
 PORTS = {"http": 80, "https": 443}
 # data:, a media type of images and parameters, then base64.
@@ -31,7 +31,7 @@ class UrlPolicy:
     domains: tuple[str, ...] = ()
     folder: Path | None = None
 
-    def read(self, url: str, downloader: Downloader | PromptDownloads) -> ImageSource:
+    def read(self, url: str, downloader: Downloader | PromptDownloads) -> MediaSource:
         """Return the source of the image at a URL; fetches it if the policy allows the host.
 
         Raises ValueError with the reason, and what is allowed.

@@ -35,7 +35,7 @@ def main() -> None:
     """Run the workers, see run_workers.
 
     The order is {"folder": the checkpoint's, "tokenizer": folder, "dtype": torch's name, "max_pixels": bound on an
-    image}. A message is {"input": path of a file with the source's data, "kind", "mode", "shape": see ImageSource,
+    image}. A message is {"input": path of a file with the source's data, "kind", "mode", "shape": see MediaSource,
     "output": path of the file to write, "settings": arguments of the processor}. An answer is {"token_ids": those that
     replace a placeholder, "placeholder": token id of a placeholder, "tensors": [[name, dtype, shape, bytes]]}, whose
     elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from compiled_engine.engine.messages import ControlCall
-from compiled_engine.features.images.frontend.cache import ProcessedImage
+from compiled_engine.features.images.frontend.cache import ProcessedMedia
 from compiled_engine.features.images.frontend.processing import MediaProcessing
 from compiled_engine.features.images.pixels import calls_of
 from compiled_engine.features.speech.extras import extras_of
-from compiled_engine.features.speech.frontend.decoding import Samples
-from compiled_engine.features.speech.frontend.sources import read_audio
+from compiled_engine.features.speech.frontend.audio import Samples, read_audio
 from compiled_engine.features.speech.frontend.transcription import (
     Asking,
     SpeechRules,
@@ -29,7 +28,7 @@ from compiled_engine.process.smallest_first import Stopped, never
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
-    from compiled_engine.features.images.frontend.sources import ImageSource
+    from compiled_engine.features.images.frontend.sources import MediaSource
     from compiled_engine.frontend.tokenizer import Tokenizer
     from compiled_engine.sampling.params import SamplingParams
     from compiled_engine.speech import SpeechDescription
@@ -119,7 +118,7 @@ class SpeechRequests(RequestFeature):
 
         return transcribing(rules, wanted, windows, decode)
 
-    def _samples(self, source: ImageSource) -> tuple[Samples, int]:
+    def _samples(self, source: MediaSource) -> tuple[Samples, int]:
         """Return samples and their rate; a file is decoded in a worker process. Raises ValueError."""
         if source.kind == "file":
             assert self.processing is not None
@@ -171,10 +170,10 @@ class SpeechRequests(RequestFeature):
 class PromptAudio(Attachment):
     """The audio of a prompt. Its features are kept while its request runs, as the core may ask for them again."""
 
-    def __init__(self, processing: MediaProcessing, speech: SpeechDescription, name: str, source: ImageSource) -> None:
+    def __init__(self, processing: MediaProcessing, speech: SpeechDescription, name: str, source: MediaSource) -> None:
         self._processing, self._speech, self._name = processing, speech, name
-        self._source: ImageSource | None = source
-        self._clip: ProcessedImage | None = None
+        self._source: MediaSource | None = source
+        self._clip: ProcessedMedia | None = None
 
     @property
     def is_ready(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_engine.features.speech.frontend.decoding import Samples
+from compiled_engine.features.speech.frontend.audio import Samples
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.worker import bound_memory
-from compiled_engine.features.speech.frontend.decoding import decoded_audio, resampled
+from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 if TYPE_CHECKING:

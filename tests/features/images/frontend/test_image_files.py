@@ -105,7 +105,7 @@ def test_sizes_are_refused_before_decoding(width: int, height: int, message: str
         (lambda: PIL.Image.new("RGB", (2048, 2048)), ValueError, "has 2048 x 2048 pixels"),
         (lambda: "/no/such/file.png", OSError, "^image: No such file or directory: '/no/such/file.png'$"),
         (lambda: "/", OSError, "^image: Is a directory"),
-        (lambda: b"", ValueError, "^image: the image file has 0 bytes"),
+        (lambda: b"", ValueError, "^image: the file has 0 bytes"),
     ],
 )
 def test_what_is_no_image_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:

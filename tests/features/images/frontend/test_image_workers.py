@@ -16,7 +16,7 @@ from image_folders import as_file, picture, write_processor
 from vision_models import vision_config
 
 from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
+from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedMedia
 from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles
 from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.images.frontend.sources import read_source
@@ -44,7 +44,7 @@ def source(seed: int = 0) -> object:
     return picture(30, 20, seed)
 
 
-def submit(processing: MediaProcessing, image: object) -> ProcessedImage:
+def submit(processing: MediaProcessing, image: object) -> ProcessedMedia:
     return processing.submit(read_source("image", image, 1 << 20), {}).result(120)
 
 
@@ -179,8 +179,8 @@ def test_a_checkpoint_without_a_processor_is_told_at_the_start(
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:
-    def image(key: str, size: int = 100) -> ProcessedImage:
-        return ProcessedImage(key, 1, (), {"pixel_values": PlainTensor("uint8", (size,), bytes(size))})
+    def image(key: str, size: int = 100) -> ProcessedMedia:
+        return ProcessedMedia(key, 1, (), {"pixel_values": PlainTensor("uint8", (size,), bytes(size))})
 
     cache = ImageCache(300)
     for key in "abc":

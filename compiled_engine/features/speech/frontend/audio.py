@@ -1,0 +1,88 @@
+"""Audio as users give it, samples with their rate, paths and bytes; how files are decoded, and rates converted."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compiled_engine.features.images.frontend.sources import MediaSource, file_source, read_file
+
+Samples = np.ndarray[Any, np.dtype[np.float32]]
+INSTALL = "pip install 'compiled-engine[audio]'"
+ALLOWED = "a pair (samples, rate), a path, or the bytes of an audio file"
+# Samples per second.
+LEAST_RATE, MOST_RATE = 1_000, 384_000
+
+
+def read_audio(name: str, audio: Any) -> MediaSource:
+    """Return the source of audio that a caller gives: "samples" in float32 with their rate as `mode`, or "file".
+
+    Raises TypeError, ValueError or OSError, beginning with the name, for a value that is no audio or is out of bounds.
+    """
+    try:
+        if isinstance(audio, bytes | bytearray | memoryview):
+            return file_source(bytes(audio))
+        if isinstance(audio, str | Path):
+            return file_source(read_file(Path(audio)))
+        if isinstance(audio, tuple) and len(audio) == 2 and hasattr(audio[0], "__array__"):
+            return _of_samples(np.asarray(audio[0]), audio[1])
+    except OSError as error:
+        raise OSError(f"{name}: {error.strerror or error}: {str(error.filename)!r}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    raise TypeError(f"{name} must be {ALLOWED}, got {type(audio).__name__}")
+
+
+def _of_samples(samples: np.ndarray[Any, Any], rate: Any) -> MediaSource:
+    if isinstance(rate, bool) or not isinstance(rate, int | np.integer) or not LEAST_RATE <= rate <= MOST_RATE:
+        raise ValueError(f"the rate must be a whole number from {LEAST_RATE} to {MOST_RATE}, got {rate!r}")
+    if samples.ndim != 1 or samples.size == 0 or samples.dtype not in (np.float32, np.float64, np.int16):
+        raise ValueError(
+            "samples must be a float or int16 array of shape [number], one channel, got "
+            f"{samples.dtype} of shape {list(samples.shape)}"
+        )
+    if samples.dtype == np.int16:
+        samples = samples / 32768
+    samples = np.ascontiguousarray(samples, dtype=np.float32)
+    if not np.isfinite(samples).all():
+        raise ValueError("samples must be finite")
+    return MediaSource("samples", samples.tobytes(), str(int(rate)), samples.shape)
+
+
+def decoded_audio(data: bytes, most_seconds: float) -> tuple[Samples, int]:
+    """Return the samples of an audio file, channels averaged, and their rate per second.
+
+    Raises ValueError for a file that is no audio of a known format or longer than `most_seconds`, and if the package
+    soundfile is not installed.
+    """
+    try:
+        import soundfile
+    except ImportError as error:
+        raise ValueError(f"audio files need the package soundfile ({INSTALL}); allowed without it: samples") from error
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            seconds, rate = len(file) / file.samplerate, int(file.samplerate)
+            if not 0 < seconds <= most_seconds:
+                raise ValueError(f"the audio has {seconds:.1f} s; allowed: more than 0, at most {most_seconds:g}")
+            samples_NC = file.read(dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"it is no audio file that can be read: {error.error_string}") from error
+    return samples_NC.mean(axis=1, dtype=np.float32), rate
+
+
+def resampled(samples_N: Samples, rate: int, wanted: int) -> Samples:
+    """Return the samples at another rate per second, float32. Frequencies above half of either rate are left out.
+
+    The spectrum is cut or extended, between margins of silence, which keep the two ends apart.
+    """
+    if rate == wanted:
+        return samples_N
+    margin = max(rate // 20, 1)
+    padded = np.pad(samples_N, margin)
+    count, kept = round(len(samples_N) * wanted / rate), round(len(padded) * wanted / rate)
+    made = np.fft.irfft(np.fft.rfft(padded), kept) * (kept / len(padded))
+    start = round(margin * wanted / rate)
+    return made[start : start + count].astype(np.float32)

@@ -1,0 +1,100 @@
+"""Parts of the Triton kernels for recurrences with a matrix as state: what drafts change, and the end of a request.
+
+matrix_states.py does the same with PyTorch's ops, and explains the tensors. A program handles the TILE_V columns v_v of
+the state of one head, of which those in in_v exist. head_row: the state's number, counted over all rows and heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def apply_drafts(
+    state_kv: tl.tensor,
+    drafts_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    head_row: tl.tensor,
+    num_before: tl.tensor,
+    continues_v: tl.tensor,
+    k_k: tl.tensor,
+    v_v: tl.tensor,
+    in_k: tl.tensor,
+    in_v: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> tl.tensor:
+    """Return the state after the right drafts of the step before. A state without tokens has no length yet.
+
+    num_before: the request's tokens before this step. continues_v: columns that have tokens.
+    """
+    num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
+    update_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1)
+    for position in range(num_applied, num_before):
+        slot_ptr = update_ptr + (position % SLOTS) * (K + V + 1)
+        state_kv *= tl.exp(tl.load(slot_ptr + K + V))
+        k_k1 = tl.load(slot_ptr + k_k, mask=in_k, other=0.0)[:, None]
+        state_kv += k_k1 * tl.load(slot_ptr + K + v_v, mask=in_v, other=0.0)[None, :]
+    return state_kv
+
+
+@triton.jit
+def store_update(
+    drafts_ptr: tl.tensor,
+    head_row: tl.tensor,
+    position: tl.tensor,
+    key_1k: tl.tensor,
+    written_1v: tl.tensor,
+    g_1: tl.tensor,
+    k_k: tl.tensor,
+    v_v: tl.tensor,
+    in_k: tl.tensor,
+    in_v: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    """Store what the draft at a position changes: its key, the value written under the key, and g."""
+    slot_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1) + (position % SLOTS) * (K + V + 1)
+    tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
+    if tl.program_id(0) == 0:
+        tl.store(slot_ptr + k_k, tl.sum(key_1k, 0), mask=in_k)
+        tl.store(slot_ptr + K + V, tl.sum(g_1, 0))
+
+
+@triton.jit
+def end_request(
+    state_kv: tl.tensor,
+    state_ptrs_kv: tl.tensor,
+    in_kv: tl.tensor,
+    lengths_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    seq_len: tl.tensor,
+    first_token: tl.tensor,
+    length: tl.tensor,
+    num_missing: tl.tensor,
+    v_v: tl.tensor,
+    in_v: tl.tensor,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Store a request's state and its length, and zeros as results of the `num_missing` drafts that do not exist.
+
+    With drafts, the state after a request's certain tokens is stored before, and `length` counts drafts too.
+    """
+    zero_v = tl.zeros(v_v.shape, tl.int32)
+    if (row >= 0) & (length > 0):
+        if SLOTS == 0 or CHUNK > 1:
+            tl.store(state_ptrs_kv, state_kv, mask=in_kv)
+        if SLOTS > 0:
+            tl.store(lengths_ptr + (row * H + head) * V + v_v, seq_len + zero_v, mask=in_v)
+    if SLOTS > 0 and CHUNK == 1:
+        for token in range(length, length + num_missing):
+            out_ptrs_v = out_ptr + ((first_token + token).to(tl.int64) * H + head) * V + v_v
+            tl.store(out_ptrs_v, tl.zeros(v_v.shape, out_ptr.dtype.element_ty), mask=in_v)
