@@ -29,7 +29,7 @@ from compiled_engine.cli.inspect import inspect
 from compiled_engine.cli.other_words import BenchServeCommand, EngineCommand
 from compiled_engine.cli.quantise import quantise
 from compiled_engine.cli.serve import ServeCommand, serve
-from compiled_engine.cli.transcribe import transcribe
+from compiled_engine.cli.transcribe import TranscribeCommand, transcribe
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
 
@@ -57,8 +57,9 @@ app = typer.Typer(
     add_completion=False,
 )
 KINDS: dict[Any, type[TyperCommand]] = {
-    **dict.fromkeys((generate, chat, complete, config, inspect, demo, transcribe), EngineCommand),
+    **dict.fromkeys((generate, chat, complete, config, inspect, demo), EngineCommand),
     serve: ServeCommand,
+    transcribe: TranscribeCommand,
 }
 for command in (generate, chat, complete, serve, transcribe, config, inspect, tune, quantise, demo):
     app.command(cls=KINDS.get(command))(command)

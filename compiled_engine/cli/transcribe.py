@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.other_words import EngineCommand
+from compiled_engine.other_engines.keywords import KEYWORDS, Rows
 from compiled_engine.process.init_cuda import core_has_device, given_device, init_cuda
+
+
+class TranscribeCommand(EngineCommand):
+    """The command `transcribe`, whose option `task` is not vLLM's keyword of that name."""
+
+    rows: ClassVar[Rows] = {name: row for name, row in KEYWORDS.items() if name != "task"}
 
 
 @takes_engine_options
@@ -23,8 +31,12 @@ def transcribe(
         str | None, typer.Option(help="Code of the language, such as en; by default it is detected.")
     ] = None,
     task: Annotated[str, typer.Option(help="transcribe, or translate into English.")] = "transcribe",
-    context: Annotated[
+    prompt: Annotated[
         str | None, typer.Option(help="A text before the audio's, whose style and names the result follows.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(help="From 0 to 2; repeat it for those of windows that failed. Default: 0 to 1 in steps of 0.2."),
     ] = None,
     output_format: Annotated[str, typer.Option("--format", help="text, json, verbose_json, srt or vtt.")] = "text",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
@@ -51,5 +63,6 @@ def transcribe(
     with llm:
         for file in files:
             with bad_input_is_reported((ValueError, OSError)), contextlib.redirect_stdout(sys.stderr):
-                result = llm.transcribe(file, language=language, task=task, prompt=context)
+                given = {"language": language, "task": task, "prompt": prompt, "temperature": temperature}
+                result = llm.transcribe(file, **given)
             typer.echo(FORMATS[output_format](result, task).rstrip("\n"))

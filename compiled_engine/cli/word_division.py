@@ -71,7 +71,9 @@ class _Reader:
         self._rows = rows
         options = [param for param in params if param.param_type_name == "option"]
         self._options = {name: param for param in options for name in (*param.opts, *param.secondary_opts)}
-        self._places = len(params) - len(options)  # positional arguments left
+        positional = [param for param in params if param.param_type_name != "option"]
+        self._takes_many = any(param.nargs < 0 for param in positional)  # as many positional arguments as there are
+        self._places = len(positional)  # positional arguments left
         self._names_model = any(word.partition("=")[0] == "--model" for word in words)
         self._objects: dict[str, int] = {}
 
@@ -120,7 +122,7 @@ class _Reader:
     @property
     def _has_no_place_left(self) -> bool:
         """Whether no positional argument, such as the model, is expected any more."""
-        return self._places <= 0 or self._names_model
+        return not self._takes_many and (self._places <= 0 or self._names_model)
 
     def _take(self, several: bool) -> list[str]:
         """Remove and return the next word, or with `several` all words up to the next option."""

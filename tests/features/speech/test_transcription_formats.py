@@ -52,10 +52,23 @@ def test_the_command_prints_files(tmp_path: Path) -> None:
         "64",
         "--quiet",
     ]
-    run = CliRunner().invoke(app, ["transcribe", *options, "--format", "verbose_json", "--language", "en", str(file)])
+    asked = [
+        "--format",
+        "verbose_json",
+        "--language",
+        "en",
+        "--task",
+        "translate",
+        "--prompt",
+        "a",
+        "--temperature",
+        "0",
+    ]
+    run = CliRunner().invoke(app, ["transcribe", *options, *asked, str(file)])
     assert run.exit_code == 0, run.output
     found = json.loads(run.stdout)
-    assert found["language"] == "en"
+    assert (found["language"], found["task"]) == ("en", "translate")
+    assert found["segments"][0]["temperature"] == 0
     assert found["duration"] == 1.0
     wrong = CliRunner().invoke(app, ["transcribe", *options, "--format", "lrc", str(file)])
     assert wrong.exit_code != 0
