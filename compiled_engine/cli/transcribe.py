@@ -63,6 +63,5 @@ def transcribe(
     with llm:
         for file in files:
             with bad_input_is_reported((ValueError, OSError)), contextlib.redirect_stdout(sys.stderr):
-                given = {"language": language, "task": task, "prompt": prompt, "temperature": temperature}
-                result = llm.transcribe(file, **given)
+                result = llm.transcribe(file, language=language, task=task, prompt=prompt, temperature=temperature)
             typer.echo(FORMATS[output_format](result, task).rstrip("\n"))

@@ -59,7 +59,7 @@ class ImageData(msgspec.Struct, kw_only=True, tag_field="type", tag="base64"):
         return f"data:{self.media_type};base64,{self.data}"
 
 
-class MediaSource(msgspec.Struct, kw_only=True, tag_field="type", tag="url"):
+class ImageSource(msgspec.Struct, kw_only=True, tag_field="type", tag="url"):
     """The URL of an image: a data: URL, or one that the server is allowed to read."""
 
     url: str
@@ -72,7 +72,7 @@ class MediaSource(msgspec.Struct, kw_only=True, tag_field="type", tag="url"):
 class ImageBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="image"):
     """An image of the user, or in the result of a tool."""
 
-    source: ImageData | MediaSource
+    source: ImageData | ImageSource
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):

@@ -11,11 +11,17 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from compiled_engine.attention.op import ATTEND, ATTENTION
 from compiled_engine.passes.framework.graph_pass import PassResult, Replacement
 
 aten = torch.ops.aten
 # Activations of gates.
 ACTIVATIONS = (aten.silu.default, aten.gelu.default)
+
+
+def attention_calls(graph: fx.Graph) -> list[fx.Node]:
+    """Return the calls of attention over the KV cache: those that write keys and values, then those that only read."""
+    return [node for op in (ATTENTION, ATTEND) for node in graph.find_nodes(op="call_function", target=op)]
 
 
 def rewrite_calls(

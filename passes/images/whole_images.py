@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from compiled_engine.attention.inputs import StepTensor
-from compiled_engine.attention.op import ATTEND, ATTENTION
 from compiled_engine.passes.framework.graph_inputs import argument
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.framework.matching import change
+from compiled_engine.passes.framework.matching import attention_calls, change
 from compiled_engine.passes.images.merge_embeddings import IMAGES
 
 KEYS_AHEAD = StepTensor("keys_ahead_T", ("tokens",), torch.int32, variants=(IMAGES,))
@@ -28,15 +27,11 @@ class WholeImages(GraphPass):
     required = True  # without it, tokens of an image do not see later ones
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return len(_attentions(graph))
+        return len(attention_calls(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
         keys_ahead_T = argument(graph, KEYS_AHEAD.name)
-        attentions = _attentions(graph)
+        attentions = attention_calls(graph)
         for attention in attentions:
             change(attention, keys_ahead_T=keys_ahead_T)
         return PassResult(len(attentions))
-
-
-def _attentions(graph: fx.Graph) -> list[fx.Node]:
-    return [node for op in (ATTENTION, ATTEND) for node in graph.find_nodes(op="call_function", target=op)]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from compiled_engine.attention.op import ATTEND, ATTENTION
 from compiled_engine.passes.framework.graph_inputs import add_parameter, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.framework.matching import change, named
+from compiled_engine.passes.framework.matching import attention_calls, change, named
 from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
 
 
@@ -21,11 +20,11 @@ class KVScales(GraphPass):
     required = True  # keys and values are wrong without the checkpoint's scales
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        return len(_attentions(graph))
+        return len(attention_calls(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
         notes = []
-        for attention in _attentions(graph):
+        for attention in attention_calls(graph):
             cache = named(attention)["kv_cache_N2PKd"]
             name = source_of(cache).name
             own = f"attention.{name.rpartition('.')[2]}.{KV_SCALES}"
@@ -34,7 +33,3 @@ class KVScales(GraphPass):
                 change(attention, kv_scales_2K=add_parameter(graph, parameter))
             notes.append(f"{name}: scales of keys and values are those of the checkpoint, 1 if it has none")
         return PassResult(len(notes), (), (), tuple(notes))
-
-
-def _attentions(graph: fx.Graph) -> list[fx.Node]:
-    return [node for op in (ATTENTION, ATTEND) for node in graph.find_nodes(op="call_function", target=op)]

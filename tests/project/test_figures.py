@@ -27,6 +27,7 @@ LIMITS = {
     "96 KiB",  # shared memory that the triton backend needs
     "4 GiB",  # most of a KV cache on a CPU
     "256 MiB",  # room that the compile cache wants
+    "64 MiB",  # most of an audio file
     "16 GB",  # a checkpoint's size
     "10 seconds",  # in which an image must be fetched
     "30 seconds",  # in which those of a prompt must be
