@@ -54,7 +54,7 @@ def test_a_request_may_have_a_salt(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("salt", ["", "x" * (LONGEST_SALT + 1), 7, ["x"]])
 def test_salts_have_bounds(server: RunningServer, salt: Any) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "cache_salt": salt})
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "cache_salt": salt}, timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
 
 

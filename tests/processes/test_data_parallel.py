@@ -199,9 +199,9 @@ def test_a_server_stays_healthy_while_a_replica_lives() -> None:
             reader.join(60)
         assert [answer.text.endswith("data: [DONE]\n\n") for answer in answers] == [True] * 6
         assert sorted(figure(server, "replica_up")) == [0.0, 1.0]
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert httpx.get(f"{server.url}/debug/inspect?format=json", timeout=30).status_code == 200
         replicas[0].kill()
         with suppress(httpx.TransportError):  # it may be gone by now
-            assert httpx.get(f"{server.url}/health").status_code in (200, 503)
+            assert httpx.get(f"{server.url}/health", timeout=60).status_code in (200, 503)
         assert server.process.wait(60) == 1

@@ -77,12 +77,12 @@ def test_adapters_are_changed_by_administrators(served: Served) -> None:
 
 
 def test_an_adapter_is_a_model(served: Served) -> None:
-    cards = {card["id"]: card for card in httpx.get(f"{served.url}/v1/models").json()["data"]}
+    cards = {card["id"]: card for card in httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]}
     assert list(cards) == [MODEL, "first"]
     assert cards["first"]["parent"] == MODEL
     assert cards["first"]["root"].endswith("/first")
     assert cards[MODEL]["parent"] is None
-    assert httpx.get(f"{served.url}/v1/models/first").json() == cards["first"]
+    assert httpx.get(f"{served.url}/v1/models/first", timeout=60).json() == cards["first"]
     assert served.tokens(MODEL) != served.tokens("first")
     unknown = served.post("/v1/completions", model="fist", prompt=[1])
     assert unknown.status_code == 404

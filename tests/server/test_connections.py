@@ -270,14 +270,17 @@ def test_the_log_has_no_line_that_anybody_can_write(server: RunningServer, capsy
     """With a key: refused requests, and those that need none. Without one, a path is cut."""
     with running(ScriptedEngine(server.engine), api_key=("key",), uvicorn_log_level="info") as asking:
         for path in ("/v1/models", "/" + "x" * 20_000, "/health?" + "x" * 20_000, "/"):
-            httpx.get(asking.url + path)
-        httpx.options(f"{asking.url}/v1/models", headers={"origin": "https://a.example"})
-        assert httpx.get(f"{asking.url}/v1/models?a=b", headers={"authorization": "Bearer key"}).status_code == 200
+            httpx.get(asking.url + path, timeout=60)
+        httpx.options(f"{asking.url}/v1/models", headers={"origin": "https://a.example"}, timeout=60)
+        assert (
+            httpx.get(f"{asking.url}/v1/models?a=b", headers={"authorization": "Bearer key"}, timeout=60).status_code
+            == 200
+        )
     lines = [line for line in capsys.readouterr().out.splitlines() if "HTTP/" in line]
     assert len(lines) == 1
     assert '"GET /v1/models?a=b HTTP/1.1" 200' in lines[0]
     with running(ScriptedEngine(server.engine), uvicorn_log_level="info") as open_to_all:
-        httpx.get(f"{open_to_all.url}/" + "x" * 20_000)
+        httpx.get(f"{open_to_all.url}/" + "x" * 20_000, timeout=60)
     lines = [line for line in capsys.readouterr().out.splitlines() if "xxx" in line]
     assert len(lines) == 1
     assert len(lines[0]) < 400

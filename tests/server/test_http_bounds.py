@@ -110,7 +110,7 @@ def test_what_stands_beside_a_body_has_a_bound(narrow: RunningServer, body: byte
             while connection.recv(65536):
                 pass
     assert psutil.Process().memory_info().rss - before < 20 << 20
-    assert httpx.get(f"{narrow.url}/health").status_code == 200
+    assert httpx.get(f"{narrow.url}/health", timeout=60).status_code == 200
 
 
 def test_a_body_in_many_small_chunks_is_read(server: RunningServer) -> None:

@@ -135,8 +135,8 @@ def test_every_api_gives_the_same_answer(seeing: RunningServer, client: openai.O
 
 def test_the_list_of_models_and_the_metrics_tell_of_images(seeing: RunningServer, client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=conversation(URL), **ASKS)
-    card = httpx.get(f"{seeing.url}/v1/models").json()["data"][0]
-    metrics = httpx.get(f"{seeing.url}/metrics").text
+    card = httpx.get(f"{seeing.url}/v1/models", timeout=60).json()["data"][0]
+    metrics = httpx.get(f"{seeing.url}/metrics", timeout=60).text
 
     assert card["input_modalities"] == ["text", "image"]
     assert float(metrics.split("compiled_engine:mm_cache_queries_total{")[1].split("} ")[1].split()[0]) >= 1

@@ -319,7 +319,7 @@ def test_errors_have_the_shape_that_clients_read(own: RunningServer, asked: dict
 def test_errors_before_and_beside_a_message(own: RunningServer, engine: ScriptedEngine, server: RunningServer) -> None:
     assert ask(own, model="another").json()["error"]["type"] == "not_found_error"
     assert ask(own, "/batches").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(f"{own.url}/v1/messages").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{own.url}/v1/messages", timeout=60).json()["error"]["type"] == "invalid_request_error"
     engine.error = RuntimeError("a failure")
     assert ask(own).json()["error"] == {"type": "api_error", "message": "the server failed; its log has the reason"}
     engine.pause_s = 0.2
@@ -337,7 +337,7 @@ def test_the_key_may_be_where_these_clients_put_it(server: RunningServer) -> Non
 
         def status(**headers: str) -> int:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            return httpx.get(f"{locked.url}/v1/models", headers=named).status_code
+            return httpx.get(f"{locked.url}/v1/models", headers=named, timeout=60).status_code
 
         assert status(x_api_key="secret") == status(authorization="Bearer secret") == status(x_api_key="chief") == 200
         assert status(x_api_key="") == status(x_api_key="wrong") == status(authorization="secret") == 401

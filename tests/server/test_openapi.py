@@ -17,7 +17,7 @@ from compiled_engine.server.sampling_fields import SamplingFields
 
 @pytest.fixture(scope="module")
 def document(server: RunningServer) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json").json()
+    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     return found
 
 

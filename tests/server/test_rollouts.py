@@ -130,7 +130,7 @@ def test_a_folder_is_loaded_and_named_in_answers(
     info = trainer.get("/server_info", config_format="json")
     assert info["weights"]["version"] == "step 7"
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
-    metrics = httpx.get(f"{trainer.url}/metrics", headers=KEY).text
+    metrics = httpx.get(f"{trainer.url}/metrics", headers=KEY, timeout=60).text
     assert 'compiled_engine:weights_info{model_name="small",version="step 7"} 1.0' in metrics
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(folders[0])}}
     ranks = trainer.get("/get_world_size")["world_size"]
@@ -238,11 +238,11 @@ def test_requests_get_their_tokens_when_a_pause_ends_them(trainer: Trainer, expe
 
 def test_the_routes_need_the_option_and_the_key(trainer: Trainer, folders: tuple[Path, Path]) -> None:
     for path in ("/pause", "/resume", "/start_weight_update", "/update_weights", "/collective_rpc"):
-        response = httpx.post(f"{trainer.url}{path}", json={}, headers={"authorization": "Bearer other"})
+        response = httpx.post(f"{trainer.url}{path}", json={}, headers={"authorization": "Bearer other"}, timeout=60)
         assert (response.status_code, error_of(response)["code"]) == (403, "admin_key_required")
     engine = AsyncLLM(folders[0], **ENGINE, core="in_process")
     with running(engine) as server:
-        response = httpx.post(f"{server.url}/pause")
+        response = httpx.post(f"{server.url}/pause", timeout=60)
         assert response.status_code == 404
         assert error_of(response)["message"].endswith("a server has it with --rollouts")
 

@@ -42,10 +42,12 @@ def test_options_come_from_everywhere_and_a_signal_lets_requests_end(config: Pat
     variables = {"COMPILED_ENGINE_MAX_MODEL_LEN": "100", "COMPILED_ENGINE_API_KEY": "one"}
     headers = {"authorization": "Bearer one"}
     with served("--config", str(config), "--max-model-len", "140", **variables) as server:
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        models = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+        assert httpx.get(f"{server.url}/v1/models", timeout=60).status_code == 401
+        models = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [("of-the-file", 140), ("second", 140)]
-        response = httpx.post(f"{server.url}/v1/completions", headers=headers, json={"prompt": "x", "strange": 1})
+        response = httpx.post(
+            f"{server.url}/v1/completions", headers=headers, json={"prompt": "x", "strange": 1}, timeout=60
+        )
         assert response.status_code == 400
         answers: list[httpx.Response] = []
         reader = threading.Thread(target=lambda: answers.append(server.stream(headers=headers)))
@@ -82,7 +84,7 @@ def attempt(server: Served) -> Any:
 def wait_for_tokens(server: Served, headers: dict[str, str] | None = None) -> None:
     deadline = time.monotonic() + 30
     while "num_requests_running{" not in (
-        text := httpx.get(f"{server.url}/metrics", headers=headers).text
+        text := httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text
     ) or re.search(r"num_requests_running\{.*\} 0", text):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -91,7 +93,7 @@ def wait_for_tokens(server: Served, headers: dict[str, str] | None = None) -> No
 def wait_for_no_listener(server: Served) -> None:
     deadline = time.monotonic() + 30
     with contextlib.suppress(httpx.TransportError):
-        while httpx.get(f"{server.url}/health"):
+        while httpx.get(f"{server.url}/health", timeout=60):
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
@@ -106,9 +108,9 @@ def test_the_death_of_the_core_ends_the_server(config: Path) -> None:
         core.kill()
         reader.join(60)
         assert '"error"' in answers[0].text
-        health = httpx.get(f"{server.url}/health")
+        health = httpx.get(f"{server.url}/health", timeout=60)
         assert health.status_code == 503
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 500
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=60).status_code == 500
         assert server.process.wait(60) == 1
 
 

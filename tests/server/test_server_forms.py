@@ -60,7 +60,10 @@ def asked(engine: AsyncLLM, ask: Ask, tools: str = "hermes", reasoning: str = "n
         given = ServerOptions(chat_template=TEMPLATE, tool_call_parser=tools, reasoning_parser=reasoning, **options)
         transport = httpx.ASGITransport(build_app(engine, given, MODEL))
         async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
+            base_url="http://test/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(transport=transport, timeout=60),
         ) as client:
             return await ask(client)
 

@@ -140,14 +140,14 @@ def test_entries_of_the_vocabulary(server: RunningServer) -> None:
 
 def test_the_configuration_of_the_tokenizer(server: RunningServer, bundled_model_path: Path) -> None:
     """On request only, without paths of whoever wrote it, and with the template that the server renders."""
-    refused = httpx.get(f"{server.url}/tokenizer_info")
+    refused = httpx.get(f"{server.url}/tokenizer_info", timeout=60)
     assert refused.status_code == 404
     assert "--tokenizer-info" in error_of(refused)["message"]
     stated = json.loads((bundled_model_path / "tokenizer_config.json").read_text())
     for template in (None, "{{ messages }}"):
         own = ScriptedEngine(server.engine)
         with running(own, tokenizer_info=True, chat_template=template) as informing:
-            found = httpx.get(f"{informing.url}/tokenizer_info").json()
+            found = httpx.get(f"{informing.url}/tokenizer_info", timeout=60).json()
         assert found["chat_template"] == (template or server.engine.tokenizer.chat_template)
         assert found.items() >= {name: value for name, value in stated.items() if name != "chat_template"}.items()
         assert found["eos_token"] == server.engine.tokenizer.special_tokens["eos_token"]

@@ -68,7 +68,7 @@ def test_tokens_and_prompts_are_checked_against_the_model(server: RunningServer)
         response = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt}, timeout=30)
         assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
     assert error_of(response)["code"] == "context_length_exceeded"
-    response = httpx.post(f"{server.url}/detokenize", json={"tokens": [4096]})
+    response = httpx.post(f"{server.url}/detokenize", json={"tokens": [4096]}, timeout=60)
     assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
 
 
@@ -177,11 +177,11 @@ def test_paths_and_methods_that_there_are_not(client: httpx.Client) -> None:
 
 def test_a_server_that_ends_is_alive_and_not_ready(server: RunningServer) -> None:
     with running(ScriptedEngine(server.engine)) as ending:
-        assert httpx.get(f"{ending.url}/ready").status_code == 200
+        assert httpx.get(f"{ending.url}/ready", timeout=60).status_code == 200
         ending.serving.stopping.set()  # as a signal does, before the listener closes
-        response = httpx.get(f"{ending.url}/ready")
+        response = httpx.get(f"{ending.url}/ready", timeout=60)
         assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
-        assert httpx.get(f"{ending.url}/health").status_code == 200
+        assert httpx.get(f"{ending.url}/health", timeout=60).status_code == 200
 
 
 def test_unexpected_errors_tell_nothing(client: httpx.Client, scripted: ScriptedEngine) -> None:
@@ -199,9 +199,9 @@ def test_unexpected_errors_tell_nothing(client: httpx.Client, scripted: Scripted
 
 def test_a_request_that_forbids_every_token(server: RunningServer) -> None:
     asked = {"prompt": "x", "allowed_token_ids": [5], "bad_words_token_ids": [[5]], "max_tokens": 2}
-    response = httpx.post(f"{server.url}/v1/completions", json=asked)
+    response = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
     assert (response.status_code, error_of(response)["code"]) == (400, "no_token_allowed")
-    stream = httpx.post(f"{server.url}/v1/completions", json={**asked, "stream": True})
+    stream = httpx.post(f"{server.url}/v1/completions", json={**asked, "stream": True}, timeout=60)
     assert "no_token_allowed" in stream.text
 
 

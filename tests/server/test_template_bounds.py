@@ -51,25 +51,25 @@ def test_variables_come_from_a_list_and_are_short(server: RunningServer, given: 
     for asked in ({"messages": [USER]}, {"prompt": "x"}):
         for settings, status in ((given, 400), ({"enable_thinking": False}, 200)):
             body = {**asked, "chat_template_kwargs": settings}
-            assert httpx.post(f"{server.url}/tokenize", json=body).status_code == status
+            assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == status
 
 
 def test_what_the_template_does_not_read_is_ignored(server: RunningServer) -> None:
     """Clients send it to every model. The answer says so, and is the same."""
     url, body = f"{server.url}/v1/chat/completions", {"messages": [USER], "max_tokens": 4, "temperature": 0}
-    plain = httpx.post(url, json=body).json()["choices"]
+    plain = httpx.post(url, json=body, timeout=60).json()["choices"]
     more = {"reasoning_effort": "low", "chat_template_kwargs": {"anything": [1], "enable_thinking": False, "x y": 1}}
     for given in ({"reasoning_effort": "low" * 200}, more):
-        answer = httpx.post(url, json=body | given)
+        answer = httpx.post(url, json=body | given, timeout=60)
         assert answer.json()["choices"] == plain
         said = answer.headers["x-compiled-engine-warning"]
         assert all(
             name in said for name in ("reasoning_effort", *given.get("chat_template_kwargs", {})) if "en" not in name
         )
-    response = httpx.post(f"{server.url}/v1/responses", json={"input": "x", "reasoning": {"effort": "low"}})
+    response = httpx.post(f"{server.url}/v1/responses", json={"input": "x", "reasoning": {"effort": "low"}}, timeout=60)
     assert (response.status_code, "reasoning_effort" in response.headers["x-compiled-engine-warning"]) == (200, True)
     many = {"chat_template_kwargs": {f"name{number}": 1 for number in range(5000)}}
-    assert len(httpx.post(url, json=body | many).headers["x-compiled-engine-warning"]) < 400
+    assert len(httpx.post(url, json=body | many, timeout=60).headers["x-compiled-engine-warning"]) < 400
 
 
 def test_a_strict_server_ignores_nothing(server: RunningServer) -> None:
@@ -87,8 +87,8 @@ def test_variables_may_have_defaults(server: RunningServer) -> None:
     ) as own:
         for given, text in (({}, "yes['s']x"), ({"thinking": "no"}, "no['s']x")):
             body = {"messages": [USER], "chat_template_kwargs": given}
-            tokens = httpx.post(f"{own.url}/tokenize", json=body).json()["tokens"]
-            assert httpx.post(f"{own.url}/detokenize", json={"tokens": tokens}).json()["prompt"] == text
+            tokens = httpx.post(f"{own.url}/tokenize", json=body, timeout=60).json()["tokens"]
+            assert httpx.post(f"{own.url}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"] == text
         assert chat(own, [USER], chat_template_kwargs={"secret": "x"})["param"] == "chat_template_kwargs"
 
 
@@ -105,10 +105,10 @@ def test_the_effort_is_short(server: RunningServer) -> None:
     with running(ScriptedEngine(server.engine, ["a"]), chat_template=EFFORT) as own:
         assert chat(own, [USER], reasoning_effort="x" * 300)["param"] == "reasoning_effort"
         asked = {"input": "x", "reasoning": {"effort": "x" * 300}}
-        assert httpx.post(f"{own.url}/v1/responses", json=asked).status_code == 400
+        assert httpx.post(f"{own.url}/v1/responses", json=asked, timeout=60).status_code == 400
         body = {"messages": [USER], "reasoning_effort": "high"}
-        assert httpx.post(f"{own.url}/v1/chat/completions", json=body).status_code == 200
-        schemas = httpx.get(f"{own.url}/openapi.json").json()["components"]["schemas"]
+        assert httpx.post(f"{own.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        schemas = httpx.get(f"{own.url}/openapi.json", timeout=60).json()["components"]["schemas"]
         assert "256" in str(schemas["ChatRequest"]["properties"]["reasoning_effort"])
 
 

@@ -117,17 +117,17 @@ def test_a_budget_without_effect_is_named(
 ) -> None:
     """The bundled tokenizer has no tokens for tags."""
     (name,) = asked
-    ignored = httpx.post(f"{lenient.url}{path}", json={**PATHS[path], **asked})
+    ignored = httpx.post(f"{lenient.url}{path}", json={**PATHS[path], **asked}, timeout=60)
     assert ignored.status_code == 200
     assert f"{name} is ignored: the tokenizer has no token for </think>" in ignored.headers["x-compiled-engine-warning"]
-    refused = httpx.post(f"{strict.url}{path}", json={**PATHS[path], **asked})
+    refused = httpx.post(f"{strict.url}{path}", json={**PATHS[path], **asked}, timeout=60)
     assert (refused.status_code, error_of(refused)["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_budgets_of_requests(strict: RunningServer, path: str) -> None:
     def post(**asked: Any) -> httpx.Response:
-        return httpx.post(f"{strict.url}{path}", json={**PATHS[path], **asked})
+        return httpx.post(f"{strict.url}{path}", json={**PATHS[path], **asked}, timeout=60)
 
     wrong = error_of(post(thinking_token_budget=-2))
     assert wrong["message"].startswith("thinking_token_budget: expected int >= -1, got -2")

@@ -66,7 +66,7 @@ def test_the_official_client_gets_what_the_engine_says(hearing: RunningServer) -
 def test_other_formats_are_text(hearing: RunningServer) -> None:
     for name, kind in (("srt", "application/x-subrip"), ("vtt", "text/vtt"), ("text", "text/plain")):
         form = {"response_format": name, "language": "en", "temperature": "0"}
-        answer = httpx.post(hearing.url + PATH, files={"file": wav(0)}, data=form)
+        answer = httpx.post(hearing.url + PATH, files={"file": wav(0)}, data=form, timeout=60)
         assert answer.status_code == 200
         assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
 
@@ -87,7 +87,7 @@ def test_other_formats_are_text(hearing: RunningServer) -> None:
 def test_wrong_fields_are_refused(
     hearing: RunningServer, form: dict[str, str], file: bytes, param: str, text: str
 ) -> None:
-    answer = httpx.post(hearing.url + PATH, files={"file": file}, data=form)
+    answer = httpx.post(hearing.url + PATH, files={"file": file}, data=form, timeout=60)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
     assert text in error_of(answer)["message"]
@@ -112,6 +112,6 @@ HEAD = b'--x\r\ncontent-disposition: form-data; name="language"\r\n\r\nen\r\n'
     ],
 )
 def test_damaged_forms_are_refused(hearing: RunningServer, kind: str, body: bytes, status: int, text: str) -> None:
-    answer = httpx.post(hearing.url + PATH, content=body, headers={"content-type": kind})
+    answer = httpx.post(hearing.url + PATH, content=body, headers={"content-type": kind}, timeout=60)
     assert answer.status_code == status
     assert text in error_of(answer)["message"]

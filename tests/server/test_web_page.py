@@ -51,7 +51,7 @@ def say(page: Page, text: str) -> None:
 def test_no_other_place_is_needed(server: RunningServer) -> None:
     """Whatever is loaded comes from the server, and its policy allows nothing else."""
     for path, file in page_files().items():
-        response = httpx.get(server.url + path)
+        response = httpx.get(server.url + path, timeout=60)
         assert response.status_code == 200
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -65,7 +65,7 @@ def test_no_other_place_is_needed(server: RunningServer) -> None:
 
 def test_it_can_be_left_out(scripted: ScriptedEngine) -> None:
     app: Any = build_app(scripted, ServerOptions(web_page=False), "small")
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60)
 
     async def statuses() -> list[int]:
         return [(await client.get(path)).status_code for path in page_files()]

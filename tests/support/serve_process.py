@@ -43,7 +43,7 @@ class Served:
                 break
         assert hasattr(self, "url"), "".join(self.log)
         threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True).start()
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10), timeout=60) as client:
             assert client.get(f"{self.url}/ready", timeout=30).status_code == 200
 
     def stream(self, max_tokens: int = 120, headers: dict[str, str] | None = None) -> httpx.Response:
