@@ -232,7 +232,8 @@ class ModelConfig:
     kv_layers: tuple[int, ...] | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
-    attention_sinks: bool = False  # see attention.inputs.Scoring
+    attention_sinks: tuple[int, ...] = ()  # layers with sinks, see attention.inputs.Scoring
+    linear_biases: bool = False  # scores have biases that are linear in positions (ALiBi), as elements of keys
     logit_soft_cap: float = 0.0  # a soft cap of logits; 0: none
     local_rope_theta: float | None = None  # unscaled theta of layers with a window, if it differs (Gemma 3)
     experts: ExpertsConfig = ExpertsConfig()
@@ -242,6 +243,7 @@ class ModelConfig:
     # False for an encoder: tokens see later ones too, so a text is computed in one step, and nothing is cached.
     causal: bool = True
     token_types: int = 0  # number of token types; 0: tokens have no types
+    refused_id: int | None = None  # a token that prompts must not have, as the model counts no position for it
     length_angles: LengthAngles | None = None  # None: rotary angles depend on positions alone
     recurrences: Recurrences | None = None  # None: no layer has a recurrent state
     merged_adapter: Path | None = None  # folder of an adapter that is merged into the weights when they are loaded

@@ -113,7 +113,7 @@ def cases_of(
 ) -> tuple[AttentionCase, ...]:
     """Return the distinct cases of a model's attention layers, in layer order. kv_dtype: see CacheConfig."""
     storage = KVFormat(cache_dtype(kv_dtype, model.dtype), block_size)
-    layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
+    layers = ((layer, model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
         AttentionCase(
             device.type,
@@ -124,11 +124,11 @@ def cases_of(
             storage if model.causal else None,
             window or 0,
             model.attention_soft_cap,
-            model.attention_sinks,
+            layer in model.attention_sinks,
             causal=model.causal,
             latent_dim=heads.latent_dim,
         )
-        for heads, window in layers
+        for layer, heads, window in layers
         if heads.num_heads
     )
     return tuple(dict.fromkeys(cases))
@@ -137,9 +137,9 @@ def cases_of(
 def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
     """Return the case for which attention is planned once per step; None if each layer must plan.
 
-    Layers with and without a window can share a plan, but layers with different heads cannot.
+    Layers with and without a window or sinks can share a plan, but layers with different heads cannot.
     """
-    shapes = {replace(case, sliding_window=0) for case in cases}
+    shapes = {replace(case, sliding_window=0, sinks=False) for case in cases}
     return shapes.pop() if len(shapes) == 1 else None
 
 

@@ -75,6 +75,7 @@ class RequestLimits:
     num_slots: int  # of the KV cache; each token but the last, which is never computed, needs one
     has_priorities: bool = False  # the scheduler's policy is "priority"
     yields_tokens: bool = True  # requests get output tokens
+    refused_id: int | None = None  # a token that prompts must not have
     max_whole_prompt: int | None = None  # most tokens of a prompt if one step must compute it whole; otherwise None
 
     @classmethod
@@ -86,6 +87,7 @@ class RequestLimits:
             num_slots=num_slots,
             has_priorities=config.scheduler.policy == "priority",
             yields_tokens=config.model.yields_tokens,
+            refused_id=config.model.refused_id,
             max_whole_prompt=None if config.model.causal else config.scheduler.max_num_batched_tokens,
         )
 

@@ -130,7 +130,7 @@ class InputProcessor:
 
     def _whole(self, prompt: Prompt, params: SamplingParams, attachment: Attachment | None) -> tuple[int, ...]:
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
-        check_token_ids(prompt, token_ids, self.limits.vocab_size)
+        check_token_ids(prompt, token_ids, self.limits.vocab_size, self.limits.refused_id)
         return token_ids if attachment is None else attachment.expand(token_ids)
 
     def _truncated(self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
@@ -215,8 +215,8 @@ def is_priority(value: int) -> bool:
     return -(1 << 63) <= value < 1 << 63
 
 
-def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError if there are no ids, or one is outside the vocabulary."""
+def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int, refused_id: int | None = None) -> None:
+    """Raise ValueError if there are no ids, or one is outside the vocabulary or the token that the model refuses."""
     if not token_ids:
         given: object = prompt.text if prompt.token_ids is None else []
         raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
@@ -224,6 +224,11 @@ def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -
         index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
         raise ValueError(
             f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+        )
+    if refused_id is not None and refused_id in token_ids:
+        raise ValueError(
+            f"{prompt.name}: token {token_ids.index(refused_id)} must be another one than {refused_id}, the model's"
+            " padding, for which it counts no position"
         )
 
 

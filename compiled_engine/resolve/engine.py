@@ -209,6 +209,9 @@ def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reason
     if kv_dtype == FP8 and not compiled:
         reason = "the mode is eager, which reads no scales of keys and values"
         require_defaults(options, reason, "kv_cache_dtype", allowed="int8, or another mode")
+    if model.linear_biases and kv_dtype != AUTO:
+        reason = "keys have their positions as elements (ALiBi), which 8 bits would round"
+        require_defaults(options, reason, "kv_cache_dtype")
     return kv_dtype
 
 

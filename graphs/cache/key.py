@@ -141,6 +141,7 @@ OTHER_FIELDS = (
     "model.rope.short_factor",
     "model.rope.long_factor",
     "model.attention_sinks",
+    "model.linear_biases",  # follows from model.transformers.config
     "model.local_rope_theta",
     "model.tie_word_embeddings",
     "model.max_position_embeddings",
@@ -154,6 +155,7 @@ OTHER_FIELDS = (
     "model.kv_layers",  # follows from model.transformers.config
     "model.causal",  # these two follow from model.transformers.config, and from the head
     "model.token_types",
+    "model.refused_id",
     "model.length_angles",  # None, for angles that depend on positions alone
     "model.recurrences",  # None, for models of attention alone
     "model.head",  # None, for all but heads that draft

@@ -41,9 +41,8 @@ def foreign_model(
     attending = [layer for layer in layers if layer.num_heads]
     first = attending[0]
     usual = next(each for each in heads if each.num_heads)
-    for name in ("soft_cap", "sinks"):
-        if len({getattr(layer, name) for layer in attending}) > 1:
-            raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
+    if len({layer.soft_cap for layer in attending}) > 1:
+        raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their soft_cap")
     length = description.max_position_embeddings
     model = ModelConfig(
         path=path,
@@ -71,11 +70,13 @@ def foreign_model(
         layer_heads=heads if len(set(heads)) > 1 else None,
         kv_layers=None if kv_layers == tuple(range(len(layers))) else kv_layers,
         attention_soft_cap=first.soft_cap,
-        attention_sinks=first.sinks,
+        attention_sinks=tuple(number for number, layer in enumerate(layers) if layer.sinks),
+        linear_biases=any(layer.linear_bias for layer in layers),
         causal=first.causal,
         token_types=description.token_types,
         length_angles=description.length_angles,
         speech=description.speech,
+        refused_id=description.padding_id,
         recurrences=Recurrences(description.states) if description.states else None,
     )
     return model, "the model's max_position_embeddings"

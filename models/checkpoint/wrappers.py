@@ -15,6 +15,9 @@ T = TypeVar("T")
 # Architectures whose text model computes the same as the whole for text alone, with the text model's type where
 # config.json states none.
 WRAPPERS = {
+    "Emu3ForConditionalGeneration": "emu3_text_model",
+    "FuyuForCausalLM": "persimmon",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
@@ -26,6 +29,7 @@ WRAPPERS = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "MllamaForConditionalGeneration": "mllama_text_model",
     "Ovis2ForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
@@ -44,10 +48,14 @@ _EQUAL_FOR_TEXT = {
     "qwen3_vl_text": "qwen3",
 }
 _ARCHITECTURES = {
+    "emu3_text_model": "Emu3ForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
+    "persimmon": "PersimmonForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

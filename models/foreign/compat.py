@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
@@ -34,8 +35,27 @@ def supported_version() -> str:
 
 def causal_lm_name(config: PreTrainedConfig) -> str | None:
     """Return the name of transformers' causal language model for a configuration; None if there is none."""
+    found = causal_lm_class(config)
+    return None if found is None else found.__name__
+
+
+def causal_lm_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class of causal language models for a configuration; None if there is none.
+
+    For the text model of some multimodal types (Mllama, Emu3) transformers lists the class under the whole's type.
+    """
     mapping: Any = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)].__name__ if type(config) in mapping else None
+    if type(config) in mapping:
+        return mapping[type(config)]
+    for whole in vars(sys.modules[type(config).__module__]).values():
+        parts = getattr(whole, "sub_configs", None) or {}
+        if (
+            parts.get("text_config") is type(config)
+            and whole in mapping
+            and mapping[whole].config_class is type(config)
+        ):
+            return mapping[whole]
+    return None
 
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
@@ -65,8 +85,9 @@ def fill_buffers(model: PreTrainedModel) -> None:
     """Give buffers that were created on the meta device their values, on the CPU.
 
     transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies, and
-    of a model the multipliers within its layers (Falcon H1).
+    of a model the multipliers within its layers (Falcon H1). The method is that of the innermost model around a module.
     """
+    owners = {m: inner for inner in model.modules() if isinstance(inner, PreTrainedModel) for m in inner.modules()}
     having = [module for module in model.modules() if any(True for _ in module.buffers())]
     for module in having:
         for name, buffer in module._buffers.items():
@@ -74,7 +95,7 @@ def fill_buffers(model: PreTrainedModel) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     for module in having:
         with torch.no_grad():
-            model._init_weights(module)
+            owners[module]._init_weights(module)
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:

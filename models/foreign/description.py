@@ -61,6 +61,7 @@ class LayerShape:
     causal: bool = True
     latent_dim: int = 0  # see HeadShape
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
+    linear_bias: bool = False  # keys have their positions as elements, see alibi.py
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Description:
     states: tuple[RowState, ...] = ()
     length_angles: LengthAngles | None = None
     speech: SpeechDescription | None = None
+    padding_id: int | None = None  # a token for which a decoder counts no position; None: there is none
 
     @staticmethod
     def from_json(text: str) -> Description:

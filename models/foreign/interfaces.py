@@ -24,13 +24,16 @@ class Step:
     Keyword arguments would be simpler, but not all families pass them on to their attention. sliding_windows: by layer,
     the same in every step. reading: layers that read the keys and values of an earlier layer; their KV cache is the
     earlier layer's. rows_R: see recurrence.sequences; None without recurrences. angle_lengths_T: see
-    attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests.
+    attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests. hands_on: the model's
+    head is running, whose decoder returns its input.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None], reading: Iterable[int] = ()) -> None:
         self.sliding_windows = tuple(sliding_windows)
         self.reading = frozenset(reading)
         self.inputs: AttentionInputs | None = None
+        self.hands_on = False
+        self.positions_T: torch.Tensor | None = None
         self.kv_caches: list[torch.Tensor] = []
         self.rows_R: torch.Tensor | None = None
         self.angle_lengths_T: torch.Tensor | None = None

@@ -25,9 +25,8 @@ _MODULES = (
     ("LSHSelfAttention|LocalSelfAttention", "attention by hashes of keys"),
     ("CCAProjection", "convolutions of keys and queries"),
     ("HyperConnection$", "hyper-connections"),
-    ("AltUp$", "alternating updates"),
     ("MoA$", "experts of attention heads"),
-    ("DecoderWrapper$|^ProphetNetDecoder$", "the decoder of an encoder-decoder model"),
+    ("^ProphetNetDecoder$", "attention in several streams of tokens ahead"),
     ("Patcher$", "patches of bytes"),
     ("^DiffLlamaAttention$", "differential attention"),
     ("^DogeAttention$", "masks that depend on values (dynamic mask attention)"),
@@ -36,9 +35,9 @@ _MODULES = (
         "biases of attention scores by relative positions",
     ),
     ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
-    ("^(Bloom|Mpt)Attention$", "positions as biases of attention scores (ALiBi)"),
     ("^(Dbrx|LongcatFlash)Experts$", "experts outside of transformers' ExpertsInterface"),
     ("^LongcatFlashDecoderLayer$", "layers that attend twice"),
+    ("^XmodOutput$", "adapters for each language"),
     ("^Conv1d$", "convolutions over tokens"),
 )
 # Config fields for the number of times that layers run.
@@ -59,6 +58,21 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
+def is_decoder_alone(model: nn.Module | None) -> bool:
+    """Return whether the model is the decoder of an encoder-decoder model, without the encoder."""
+    decoder = getattr(getattr(model, "base_model", None), "decoder", None)
+    if model is None or not isinstance(decoder, nn.Module):
+        return False
+    return not any(name.rpartition(".")[2] == "encoder" for name, _ in model.named_modules())
+
+
+def num_layers_of(model: Any) -> int:
+    """Return the number of the decoder's layers that a model's configuration states."""
+    config = model.config.get_text_config(decoder=True)
+    layers = vars(config).get("decoder_layers") if is_decoder_alone(model) else None
+    return int(config.num_hidden_layers if layers is None else layers)
+
+
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
     """Return the names of the mechanisms that the model needs and the engine lacks.
 
@@ -72,13 +86,14 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
         return vars(config).get(name)
 
     stated = {
-        "positions that are counted from the token ids": not encodes and any(hasattr(m, _COUNTS) for m in modules),
+        "positions that are counted from the token ids": not encodes
+        and any(hasattr(m, _COUNTS) for m in modules)
+        and not (model is not None and first_position(model)),
         "chunked attention": "chunked_attention" in (value("layer_types") or ()),
         "layers that run several times": any((value(name) or 1) > 1 for name in _CYCLES),
         "the keys and values of another model": "Assistant" in type(config).__name__
         or (value("num_kv_shared_layers") and value("num_kv_shared_layers") == value("num_hidden_layers")),
-        "attention to another sequence": value("cross_attention_layers"),
-        "an encoder": config.is_encoder_decoder or value("encoder_layers"),
+        "an encoder": (config.is_encoder_decoder or value("encoder_layers")) and not is_decoder_alone(model),
         "encoders of images or sound within the decoder": value("vision_config") or value("audio_config"),
     }
     found += [text for text, needed in stated.items() if needed]

@@ -65,6 +65,7 @@ class LayerAttention:
     causal: bool = True  # a query sees no later keys
     latent_dim: int = 0  # see HeadShape
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
+    linear_bias: bool = False  # keys have their positions as elements, see alibi.py
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -166,6 +167,8 @@ class _Observer(TorchDispatchMode):
         is_causal: bool | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        own_window: int | None = None,
+        linear_bias: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
@@ -177,12 +180,12 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its layers attend several times, or are run several times")
         if strange:
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
-        if not found:
+        if not found and not (attention_mask is None and is_causal):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q and k differ in size, or those of k and v in number")
         self._records = False  # evaluating the mask is not part of the layer
-        window, causal = found[0].sight
+        window, causal = found[0].sight if found else (None, True)
         latent_dim = 0
         if causal and window is None and not softcap and s_aux is None:
             latent_dim = latent_dim_of(module, self.expansions.get(module), key, value)
@@ -191,6 +194,7 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
+        window = own_window or window  # beside a mask that hides nothing else
         self.modules[layer] = module
         num_kv_heads, head_dim = key.shape[1], max(key.shape[-1], value.shape[-1])
         if latent_dim:
@@ -201,7 +205,7 @@ class _Observer(TorchDispatchMode):
             self.kv[layer] = key, value
         sizes = query.shape[1], num_kv_heads, head_dim
         self.calls[layer] = LayerAttention(
-            *sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer
+            *sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer, linear_bias
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -312,6 +316,10 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     types = getattr(config, "layer_types", None) or ()
     by_token = (number for number, kind in enumerate(types) if kind in _BY_TOKEN)
     found |= {number for number in by_token if not _is_numbered_within(layers, number)}
+    unused = {number for number in range(len(layers)) if number not in observer.ops}  # of images alone (Mllama)
+    found |= unused
+    if unused:
+        path = ""  # the others may be known by their numbers
     if sorted(found) != list(range(num_layers)):
         missing = [layer for layer in range(num_layers) if layer not in found]
         which = f"its layers {missing}" if len(missing) < num_layers else "its layers"

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.models.foreign.alibi import fill_slopes
 from compiled_engine.models.foreign.angles import (
     RotaryByLength,
     adapt_rotary_modules,
@@ -25,7 +26,14 @@ from compiled_engine.models.foreign.angles import (
     length_angles,
     longest_text,
 )
-from compiled_engine.models.foreign.compat import causal_lm_name, encoder_names, fill_buffers, mixed, supported_version
+from compiled_engine.models.foreign.compat import (
+    causal_lm_class,
+    causal_lm_name,
+    encoder_names,
+    fill_buffers,
+    mixed,
+    supported_version,
+)
 from compiled_engine.models.foreign.description import (
     Description,
     LayerShape,
@@ -35,11 +43,15 @@ from compiled_engine.models.foreign.description import (
 from compiled_engine.models.foreign.encoder import Encoder, make_encoder
 from compiled_engine.models.foreign.interfaces import NAME, Step, UnknownExpertsError, experts_by_columns
 from compiled_engine.models.foreign.latents import LatentAttention
-from compiled_engine.models.foreign.mechanisms import missing_mechanisms
+from compiled_engine.models.foreign.mechanisms import first_position, missing_mechanisms, num_layers_of
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+from compiled_engine.models.foreign.own_attention import adapt_own_attention
+from compiled_engine.models.foreign.positions import adapt_positions
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 from compiled_engine.models.foreign.speech import SpeechModel, build_speech_model, describe_speech, is_speech
 
+# Length of the texts that BLOOM was trained with (BigScience 2022), which newer configurations do not state.
+BLOOM_LENGTH = 2048
 _OWN_ATTENTION = "its attention does not go through transformers' AttentionInterface"
 
 
@@ -52,6 +64,7 @@ class CausalLM:
 
     step: Step
     other_inputs: Sequence[str]
+    first_position: int  # of a text's first token; if it is not 0, the one before is that of padding tokens
     base_model: nn.Module
     layers_path: str
     layer_signatures: Sequence[int]
@@ -100,26 +113,38 @@ class CausalLM:
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
         self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
+        self.step.positions_T = positions_T
         # torch 2.11 does not know the range of T while tracing; with it, a slice from -T is the whole tensor.
         torch._check(positions_T.shape[0] >= 1)
         ((name, tensor),) = tokens.items()
+        if self.first_position:
+            positions_T = positions_T + self.first_position
+            if name == "input_ids":
+                padding = self.first_position - 1
+                positions_T = torch.where(tensor == padding, padding, positions_T)
         output = self.base_model(**{name: tensor.unsqueeze(0)}, position_ids=positions_T.unsqueeze(0), use_cache=False)
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V], including the family's own steps such as a scale or a cap."""
-        output = super().forward(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False, hand_on=True)  # type: ignore[misc]
+        self.step.hands_on = True
+        try:
+            output = super().forward(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False)  # type: ignore[misc]
+        finally:
+            self.step.hands_on = False
         return output.logits.squeeze(0)
 
 
 class Decoder:
     """Mixin for the family's decoder class.
 
-    With hand_on=True, forward computes nothing and returns its input embeddings as hidden states.
+    While `step.hands_on` is set, forward computes nothing and returns its input embeddings as hidden states.
     """
 
-    def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
-        if hand_on:
+    step: Step
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.step.hands_on:
             return HandedOn(keywords["inputs_embeds"])
         return super().forward(*arguments, **keywords)  # type: ignore[misc]
 
@@ -237,7 +262,9 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         encoder = _build_encoder(whole, stated, dtype)
         if encoder is not None:
             return encoder
-    config, name = whole.get_text_config(decoder=True), causal_lm_name(whole)
+    # get_text_config would rename a decoder's fields, under which the decoder alone does not look for them.
+    config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
+    name = causal_lm_name(whole)
     if name is None:
         raise UnknownArchitectureError(f"transformers has no causal language model for {stated!r}")
     model: Any = None
@@ -248,11 +275,13 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
             raise UnsupportedModelError("transformers has no causal language model for its text model alone")
         model = _on_the_meta_device(config, dtype)
         _require_mechanisms(config, model)
+        adapt_own_attention(model)
+        adapt_positions(model)
         if angles is not None:
             adapt_rotary_modules(model, angles)
         if hasattr(model.base_model, "_maybe_slice_kv_shared_inputs"):
             model.base_model.__class__ = mixed(AllTokens, type(model.base_model))
-        observation = observe(model, config.num_hidden_layers)
+        observation = observe(model, num_layers_of(model))
         if not observation.attention[0].causal:
             raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
         _adapt(model, observation)
@@ -276,6 +305,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
     fill_buffers(model)
     add_frequencies(model)
+    fill_slopes(model)
     _experts_by_columns(model)
     return model, observation
 
@@ -322,20 +352,19 @@ def _has_angles_by_length(config: PreTrainedConfig, name: str) -> bool:
     return True
 
 
-def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype, attention: str = NAME) -> Any:
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=NAME,
-                experts_implementation=NAME,
-                trust_remote_code=False,
+            model: Any = causal_lm_class(config)._from_config(
+                config, dtype=dtype, attn_implementation=attention, experts_implementation=NAME
             )
     except KeyError as error:  # the family has its own table of attention classes
-        if error.args != (NAME,):
+        if error.args != (NAME,) or attention != NAME:
             raise
-        raise UnsupportedModelError(_OWN_ATTENTION) from error
+        model = _on_the_meta_device(config, dtype, "eager")
+        model.config._attn_implementation = NAME
+    if model.base_model is model:  # the class states the name that the decoder has in the whole (Mllama)
+        model.base_model_prefix = "model"
     return model.eval().requires_grad_(False)
 
 
@@ -363,12 +392,12 @@ def _require_head_alone(model: Any) -> None:
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
     """Build the model and return its description. Raises the errors of `build_foreign_model`."""
     model, observation = build_foreign_model(config_json, dtype)
-    inner, token_types, before = model, 0, 0
+    inner, token_types, before = model, 0, getattr(model, "first_position", 0)
     if isinstance(model, Encoder):
-        inner, token_types, before = model.model, model.token_types, model.first_position
+        inner, token_types = model.model, model.token_types
     config = inner.config.get_text_config(decoder=True)
     angles = None if isinstance(model, Encoder) else length_angles(config)
-    longest = _one_integer(getattr(config, "max_position_embeddings", None)) if angles is None else longest_text(config)
+    longest = _longest(config) if angles is None else longest_text(config)
     speech = None
     if isinstance(model, SpeechModel):
         speech, longest = describe_speech(inner.config), inner.config.max_target_positions
@@ -395,7 +424,16 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         states=observation.states,
         length_angles=angles,
         speech=speech,
+        padding_id=before - 1 if before and not isinstance(model, Encoder) else None,
     )
+
+
+def _longest(config: PreTrainedConfig) -> int:
+    """Return the longest text that a configuration states, in tokens; 0 if it states none."""
+    if config.model_type == "bloom":  # positions are biases, so transformers' code has no bound
+        return _one_integer(getattr(config, "seq_length", BLOOM_LENGTH))
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    return next((length for name in names if (length := _one_integer(getattr(config, name, None)))), 0)
 
 
 def _described(name: str, tensor: torch.Tensor, **others: Any) -> TensorDescription:
@@ -410,15 +448,16 @@ def _one_integer(value: Any) -> int:
 def _adapt(model: Any, observation: Observation) -> None:
     # Changing the objects' classes, instead of wrapping the objects, keeps all parameter names.
     # Some heads call the decoder within the base model.
-    for decoder in (model.base_model, getattr(model.base_model, "decoder", None)):
-        if isinstance(decoder, nn.Module):
-            decoder.__class__ = mixed(Decoder, type(decoder))
-    model.__class__ = mixed(CausalLM, type(model))
     layers = observation.attention
     reading = (number for number, layer in enumerate(layers) if layer.kv_layer is not None)
     step = Step([layer.sliding_window for layer in layers], reading)
+    for decoder in (model.base_model, getattr(model.base_model, "decoder", None)):
+        if isinstance(decoder, nn.Module):
+            decoder.__class__ = mixed(Decoder, type(decoder))
+            decoder.step = step  # type: ignore[assignment]
+    model.__class__ = mixed(CausalLM, type(model))
     for module in model.modules():
-        if module is model or hasattr(module, "layer_idx") or isinstance(module, RotaryByLength):
+        if module is model or hasattr(module, "layer_idx") or hasattr(module, "step"):
             module.step = step
         if hasattr(module, "recomposition_frequencies") and isinstance(getattr(module, "mrope_section", None), list):
             module.__class__ = mixed(TextAngles, type(module))
@@ -431,5 +470,6 @@ def _adapt(model: Any, observation: Observation) -> None:
     use_functions(model, StepFunctions(step))
     by_length = any(isinstance(module, RotaryByLength) for module in model.modules())
     model.other_inputs = (*["angle_lengths_T"] * by_length, *["rows_R"] * bool(observation.states))
+    model.first_position = first_position(model)
     model.layers_path = observation.layers_path
     model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple

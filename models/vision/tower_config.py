@@ -70,7 +70,6 @@ def tower_model(model: ModelConfig, description: VisionDescription, config_json:
         layer_heads=None,
         attention_scale=None,
         attention_soft_cap=0.0,
-        attention_sinks=False,
         experts=ExpertsConfig(),
         quantisation=None,
         wrapper=None,

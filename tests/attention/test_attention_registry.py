@@ -110,6 +110,9 @@ def test_cases_are_those_of_layers_that_differ() -> None:
     assert [case.sliding_window for case in cases] == [0, 7]
     assert cases[0] == replace(ON_CPU.with_block_size(16), soft_cap=5.0)
     assert planned_together(cases) == cases[0]
+    sinks = cases_of(replace(model, attention_sinks=(1, 3)), 16, torch.device("cpu"))
+    assert [case.sinks for case in sinks] == [False, True]
+    assert planned_together(sinks) == sinks[0]
     heads = (HeadShape(4, 2, 64), HeadShape(8, 2, 64))
     other = cases_of(replace(model, layer_heads=heads * 2), 16, torch.device("cpu"))
     assert [case.num_heads for case in other] == [4, 8]

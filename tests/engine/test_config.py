@@ -46,7 +46,7 @@ def magnitude(mscale: float, factor: float) -> float:
 def test_what_is_not_said_asks_for_nothing() -> None:
     """Neither a feature of a model nor anything beside the engine's plain work."""
     assert MODEL.experts == ExpertsConfig(0, 0, 0, False, ())
-    assert (MODEL.attention_soft_cap, MODEL.logit_soft_cap, MODEL.attention_sinks) == (0.0, 0.0, False)
+    assert (MODEL.attention_soft_cap, MODEL.logit_soft_cap, MODEL.attention_sinks) == (0.0, 0.0, ())
     assert (MODEL.causal, MODEL.token_types) == (True, 0)
     for name in ("transformers", "layer_heads", "attention_scale", "local_rope_theta", "quantisation", "wrapper"):
         assert getattr(MODEL, name) is None, name

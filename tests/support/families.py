@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +121,35 @@ _PLAIN = (
     *("gpt-sw3", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "kolibri1", "laguna"),
     *("mellum", "minimax_m2", "moshi", "nanochat", "phimoe", "sarvam_moe", "solar_open"),
 )
+_DECODER = {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+_DECODER |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+_DECODER |= {"scale_embedding": True, "max_target_positions": 256}
+_DECODER |= {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_DECODERS = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus")
+_DECODERS += ("plbart", "trocr", "whisper")
+_PADDED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+_OTHER_NAMES = ("num_hidden_layers", "num_attention_heads")
+_GEMMA3N = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": WINDOW,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 131,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.6, 0.0, 0.0],
+    "pad_token_id": 0,
+}
 _NARROW_MROPE = {"rope_parameters": _PLAIN_ROPE | {"mrope_section": [2, 3, 3]}}
 _TOWER: dict[str, Any] = {
     "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     | {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": TINY["hidden_size"]}
+}
+
+
+_HEARING: dict[str, Any] = {
+    "vision_config": {"hidden_size": 32, "num_classes": 2},
+    "audio_config": {"hidden_size": 32, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
 }
 
 
@@ -226,9 +254,60 @@ FAMILIES: tuple[Family, ...] = (
     Family("deepseek_v3", _LATENT | _GROUPS | {"rope_parameters": _LATENT_YARN}, ("head_dim",)),
     *(Family(name, _LATENT | _GROUPS, ("head_dim",)) for name in ("sarvam_mla", "glm4_moe_lite", "axk1")),
     *(Family(name, _LATENT, ("head_dim",)) for name in ("minicpm3", "youtu")),
+    # Modules that compute attention themselves.
+    Family(
+        "gpt_neo",
+        {"attention_types": [[["local", "global", "local"], 1]], "window_size": WINDOW, "num_layers": 3}
+        | {"num_heads": 4},
+        (*_NO_HEADS, *_OTHER_NAMES),
+    ),
+    Family("gpt_neox_japanese", {"intermediate_multiple_size": 2}, (*_NO_HEADS, "intermediate_size")),
+    Family("openai-gpt", {}, (*_NO_HEADS, "intermediate_size"), renamed=True),
+    *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in ("megatron-bert", "rembert", "roformer")),
+    Family("big_bird", {"is_decoder": True, "attention_type": "original_full"}, _NO_HEADS),
+    Family(
+        "xglm",
+        {"d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4},
+        (*_NO_HEADS, *_OTHER_NAMES, "hidden_size"),
+    ),
+    Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, ("head_dim",)),
+    # Biases that are linear in positions, with slopes that 16 bits round.
+    Family("bloom", {"hidden_size": 96, "n_layer": 3, "n_head": 6, "seq_length": 256}, (*_NO_HEADS, *_OTHER_NAMES)),
+    Family(
+        "mpt",
+        {"d_model": 96, "n_heads": 6, "n_layers": 3, "expansion_ratio": 2, "max_seq_len": 256},
+        (*_NO_HEADS, *_OTHER_NAMES, "hidden_size"),
+    ),
+    # Decoders of encoder-decoder models, alone.
+    *(Family(name, _DECODER, (*_NO_HEADS, *_OTHER_NAMES, "hidden_size")) for name in _DECODERS),
+    # Positions that begin after that of padding tokens.
+    *(Family(name, {"is_decoder": True, "pad_token_id": 100}, _NO_HEADS) for name in _PADDED),
+    Family("gemma3n_text", _GEMMA3N),
+    # Layers with sinks beside layers without, and values that are smaller than keys.
+    Family(
+        "mimo_v2_flash",
+        _WINDOWS
+        | _NARROW
+        | {"v_head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
 )
 # Text models within multimodal ones, whose other parts stay unread.
 WRAPPERS: tuple[Family, ...] = (
+    Family(
+        "mllama",
+        {"model_type": "mllama_text_model", "cross_attention_layers": [1], "pad_token_id": 0},
+        (*_TOKENS, "head_dim"),
+        others=_TOWER,
+    ),
+    Family(
+        "emu3",
+        {"model_type": "emu3_text_model", "pad_token_id": 0},
+        _TOKENS,
+        others={"vq_config": {"base_channels": 32}, "vocabulary_map": {"<image>": 1}},
+    ),
+    Family("gemma3n", _GEMMA3N | {"model_type": "gemma3n_text"}, others=_HEARING),
+    Family("fuyu", {"model_type": "persimmon"}, _NO_HEADS, others={"patch_size": 14}),
     Family("gemma3", _GEMMA3 | {"model_type": "gemma3_text"}, others=_TOWER),
     Family("gemma4", _GEMMA4 | {"model_type": "gemma4_text"}, others=_TOWER),
     Family("gemma4_unified", _GEMMA4 | {"model_type": "gemma4_unified_text"}, others=_TOWER),
@@ -268,6 +347,30 @@ def family(name: str) -> Family:
     return found
 
 
+class _Towers:
+    """Stands in for AutoModel where a vision tower's package (timm) is missing: the tower is a small linear layer."""
+
+    @staticmethod
+    def from_config(config: Any, **options: Any) -> Any:
+        from transformers import AutoModel
+
+        return torch.nn.Linear(2, 2) if hasattr(config, "architecture") else AutoModel.from_config(config, **options)
+
+
+@contextmanager
+def _towers_without_packages(kind: str) -> Iterator[None]:
+    """Let Gemma 3n be built without timm, inside a `with` block; text reaches no tower."""
+    if kind != "gemma3n" or find_spec("timm") is not None:
+        yield
+        return
+    module = import_module("transformers.models.gemma3n.modeling_gemma3n")
+    before, module.AutoModel = module.AutoModel, _Towers  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.AutoModel = before  # type: ignore[attr-defined]
+
+
 def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Write a random checkpoint of that dtype, and return the model as transformers loads it, in fp32.
 
@@ -276,7 +379,8 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(case.name, **case.config())
-    model: Any = _auto_class(config).from_config(config, dtype=torch.float32)
+    with _towers_without_packages(case.name):
+        model: Any = _auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -294,8 +398,10 @@ def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    auto_class = _auto_class(AutoConfig.from_pretrained(folder))
-    return auto_class.from_pretrained(folder, dtype=dtype, **plain).eval().requires_grad_(False)
+    config = AutoConfig.from_pretrained(folder)
+    with _towers_without_packages(config.model_type):
+        model: Any = _auto_class(config).from_pretrained(folder, dtype=dtype, **plain)
+    return model.eval().requires_grad_(False)
 
 
 def _auto_class(config: Any) -> Any:

@@ -319,7 +319,7 @@ class PoolingProcessor:
         collect = partial(RunningPooling, task)
         prepared = []
         for prompt, ids, part, second_text in zip(prompts, token_ids, parts, second_texts, strict=False):
-            check_token_ids(prompt, ids, limits.vocab_size)
+            check_token_ids(prompt, ids, limits.vocab_size, limits.refused_id)
             if len(ids) > longest:
                 limits.check_length(prompt.name, len(ids))
             request_id = f"{self._id_prefix}{next(self._numbers)}"
