@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import CLIP, NO_CLIP
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features.speech.extras import NAME, new_clips_of
 from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
-from compiled_engine.models.foreign.speech_inputs import encoder_inputs
+from compiled_engine.models.foreign.speech_inputs import CLIP, NO_CLIP, encoder_inputs
 from compiled_engine.passes.speech.hoist_encoder import cross_parameters
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowField, RowFields
