@@ -9,6 +9,7 @@ import torch
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase
 from compiled_engine.config import ModelConfig, SchedulerConfig
+from compiled_engine.models.checkpoint.speech_rules import read_speech_rules
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.image_input import GIB
 from compiled_engine.resolve.speculation import read_speculation
@@ -74,6 +75,7 @@ def resolve_speech(
         encoder_backend=choose_backend("auto", "auto", [case]).backend,
         num_workers=num_workers,
         cache_bytes=int(options.mm_processor_cache_gb * GIB),
+        rules=read_speech_rules(model.path, scheduler.max_model_len),
     )
 
 
