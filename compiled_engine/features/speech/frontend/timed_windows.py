@@ -68,9 +68,9 @@ def cut_at_timestamps(token_ids: Sequence[int], first: int, num_frames: int) -> 
     is_time = [token >= first for token in token_ids]
     borders = [number for number in range(1, len(token_ids)) if is_time[number - 1] and is_time[number]]
     if not borders:
-        times = [token - first for token in token_ids if token > first]
-        end = times[-1] if times else num_frames // FRAMES_PER_TIME
-        return [TimedPart(0, end, tuple(token_ids))], num_frames
+        times = [token - first for token in token_ids if token >= first]
+        end = times[-1] if times else 0
+        return [TimedPart(0, end or num_frames // FRAMES_PER_TIME, tuple(token_ids))], num_frames
     ends_whole = is_time[-2:] == [False, True]  # nothing is said after the last segment
     if ends_whole:
         borders.append(len(token_ids))
