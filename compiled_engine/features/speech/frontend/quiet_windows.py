@@ -47,8 +47,8 @@ def transcribing(decoder: WindowDecoder, windows: Sequence[Window]) -> Transcrib
 
     def part(window: Window, language: str) -> Decoding[Sequence[Segment]]:
         decoded = yield from decoder.window((window.samples_N, window.rate), language)
-        text, (tokens, *others) = decoder.text_of(decoded.token_ids), decoded
-        return (Segment(window.start, window.end, text, tokens, *others, seek=round(window.start * 100)),)
+        text, seek = decoder.text_of(decoded.token_ids), round(window.start * 100)
+        return (Segment(window.start, window.end, text, decoded.token_ids, *decoded[1:], seek=seek),)
 
     first = (windows[0].samples_N, windows[0].rate)
     return Transcribing(
