@@ -24,7 +24,6 @@ _REFUSED = {
     "pipeline_parallel_size": "the encoder of a speech model is not divided into stages",
     "enable_lora": "no adapter is added to the encoder's keys and values",
     "merge_adapter": "no adapter is added to the encoder's keys and values",
-    "quantization": "the encoder of a speech model is not quantised",
     "language_model_only": "the decoder of a speech model needs its encoder",
 }
 
@@ -46,10 +45,6 @@ def resolve_speech(
         return None
     for name, reason in _REFUSED.items():
         require_defaults(options, reason, name)
-    if model.quantisation is not None:
-        raise ValueError(
-            f"the checkpoint is quantised ({model.quantisation.method}); allowed for a speech model: one that is not"
-        )
     method = read_speculation(options.speculative_config, options.model).get("method")
     if method not in (None, "ngram"):
         raise ValueError(

@@ -71,7 +71,7 @@ class SpeechOracle:
         self.folder = folder
         torch.manual_seed(seed)
         config = WhisperConfig(**SIZES | {"max_source_positions": LENGTH * seconds} | sizes)
-        self.model = WhisperForConditionalGeneration(config).eval()
+        self.model: Any = WhisperForConditionalGeneration(config).eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():  # so that clips, and positions, matter
                 if parameter.dim() > 1:
