@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A worker that takes longer for a clip ends, and so does its clip.
 LONGEST_S = 60
 # Bytes that a worker may use after loading the extractor.
-MOST_BYTES = 4 << 30
+MOST_BYTES = 6 << 30  # the features of two hours take half of it
 # Names in an answer besides features: a file's samples, and their rate; the audio's length.
 SAMPLES, RATE, SECONDS = "samples", "rate", "seconds"
 
