@@ -193,6 +193,7 @@ class AsyncLLM:
         task: str = "transcribe",
         prompt: str | None = None,
         temperature: float | Sequence[float] | None = None,
+        timestamps: bool = False,
     ) -> Transcription:
         """Return the text of audio of any length; see `LLM.transcribe`. The audio is read in a thread."""
 
@@ -200,10 +201,8 @@ class AsyncLLM:
             async with aclosing(self.generate(asked.prompt, asked.params, output="final")) as outputs:
                 return [output async for output in outputs][-1]
 
-        chosen = language, task, prompt, temperature
-        return await run_async(
-            await asyncio.to_thread(self._frontend.features.speech.transcribing, audio, *chosen), last
-        )
+        transcribing, chosen = self._frontend.features.speech.transcribing, (language, task, prompt, temperature)
+        return await run_async(await asyncio.to_thread(transcribing, audio, *chosen, timestamps=timestamps), last)
 
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.

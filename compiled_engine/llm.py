@@ -171,6 +171,7 @@ class LLM:
         task: str = "transcribe",
         prompt: str | None = None,
         temperature: float | Sequence[float] | None = None,
+        timestamps: bool = False,
         use_tqdm: bool = False,
     ) -> Transcription:
         """Return the text of audio of any length, with a speech model.
@@ -181,11 +182,14 @@ class LLM:
         prompt: a text before the audio's, whose style and names the result follows.
         temperature: of sampling, or several, of which the next is used for a window whose text repeats itself or is
             improbable; None for those of the paper.
+        timestamps: the segments of the result are those of the text, with their times. Windows are then decoded one
+            after the other; otherwise together, and each is a segment.
 
         Raises TypeError, ValueError or OSError for bad input, before anything is scheduled.
         """
         self._require_generating()
-        asking = self._frontend.features.speech.transcribing(audio, language, task, prompt, temperature)
+        transcribing = self._frontend.features.speech.transcribing
+        work = transcribing(audio, language, task, prompt, temperature, timestamps=timestamps)
 
         def run_all(asked: list[Asked]) -> list[RequestOutput]:
             params = [each.params for each in asked]
@@ -193,7 +197,7 @@ class LLM:
 
         from compiled_engine.features.speech.frontend.transcription import run
 
-        return run(asking, run_all)
+        return run(work, run_all)
 
     @no_full_gc()
     def encode(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+NO_RULES = (
+    "the checkpoint's generation_config.json lacks decoder_start_token_id, no_timestamps_token_id or eos_token_id, "
+    "which transcription needs"
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,26 @@ class SpeechDescription:
 
 
 @dataclass(frozen=True)
+class SpeechRules:
+    """The rules of a checkpoint for transcriptions. All values but `most_tokens` and `latest_first` are token ids."""
+
+    start: int  # the first token of a prompt
+    no_timestamps: int  # the timestamps of a window follow it, from its beginning on, one for each encoder position
+    eos: int
+    most_tokens: int  # of a prompt and its text
+    languages: Mapping[str, int]  # code -> token; empty for a model of English alone
+    tasks: Mapping[str, int]
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]  # as the first token of a text
+    before_context: int | None  # the token before the text that precedes the audio's; None: there may be no such text
+    latest_first: int | None  # most encoder positions before the first timestamp; None: no limit
+
+    @property
+    def first_timestamp(self) -> int:
+        return self.no_timestamps + 1
+
+
+@dataclass(frozen=True)
 class SpeechConfig:
     """The audio of prompts: how clips are read, and limits of their keys and values on the device."""
 
@@ -28,3 +54,4 @@ class SpeechConfig:
     encoder_backend: str  # attention backend of the encoder
     num_workers: int  # processes that compute features
     cache_bytes: int  # features kept in each process that takes requests
+    rules: SpeechRules | None = None  # None if the checkpoint states none; it then serves prompts alone

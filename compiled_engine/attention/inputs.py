@@ -195,16 +195,6 @@ def _angle_lengths(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tenso
 # rotary angles assume: that number, or for later tokens the number of tokens up to this one.
 FIRST_LENGTH = "first_length"
 ANGLE_LENGTHS = StepTensor("angle_lengths_T", ("tokens",), torch.int64, fill=_angle_lengths)
-
-
-def _clip_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
-    clip_R: torch.Tensor = states.fields[CLIP][step["rows_R"].clamp(min=0).long()]
-    return clip_R[request_of_tokens(step)]
-
-
-# The row field with the slot of the clip that a request's tokens attend to, and that slot for each token.
-CLIP, NO_CLIP = "clip", -1
-CLIPS = StepTensor("clip_T", ("tokens",), torch.int32, padding=NO_CLIP, fill=_clip_of_tokens)
 _NAMES = frozenset(t.name for t in STEP_TENSORS)
 _FIELDS = [(t.name.partition(".")[2], t.name) for t in STEP_TENSORS if "." in t.name]
 _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.name and not t.on_host]

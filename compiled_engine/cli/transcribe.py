@@ -51,7 +51,7 @@ def transcribe(
     """
     init_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
     with bad_input_is_reported((ValueError, OSError, MemoryError)), contextlib.redirect_stdout(sys.stderr):
-        from compiled_engine.features.speech.frontend.formats import FORMATS
+        from compiled_engine.features.speech.frontend.formats import FORMATS, TIMED
         from compiled_engine.llm import LLM
 
         if output_format not in FORMATS:
@@ -63,5 +63,12 @@ def transcribe(
     with llm:
         for file in files:
             with bad_input_is_reported((ValueError, OSError)), contextlib.redirect_stdout(sys.stderr):
-                result = llm.transcribe(file, language=language, task=task, prompt=prompt, temperature=temperature)
+                result = llm.transcribe(
+                    file,
+                    language=language,
+                    task=task,
+                    prompt=prompt,
+                    temperature=temperature,
+                    timestamps=output_format in TIMED,
+                )
             typer.echo(FORMATS[output_format](result, task).rstrip("\n"))

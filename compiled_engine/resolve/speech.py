@@ -9,6 +9,7 @@ import torch
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase
 from compiled_engine.config import ModelConfig, SchedulerConfig
+from compiled_engine.models.checkpoint.speech_rules import read_speech_rules
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.image_input import GIB
 from compiled_engine.resolve.speculation import read_speculation
@@ -23,7 +24,6 @@ _REFUSED = {
     "pipeline_parallel_size": "the encoder of a speech model is not divided into stages",
     "enable_lora": "no adapter is added to the encoder's keys and values",
     "merge_adapter": "no adapter is added to the encoder's keys and values",
-    "quantization": "the encoder of a speech model is not quantised",
     "language_model_only": "the decoder of a speech model needs its encoder",
 }
 
@@ -45,10 +45,6 @@ def resolve_speech(
         return None
     for name, reason in _REFUSED.items():
         require_defaults(options, reason, name)
-    if model.quantisation is not None:
-        raise ValueError(
-            f"the checkpoint is quantised ({model.quantisation.method}); allowed for a speech model: one that is not"
-        )
     method = read_speculation(options.speculative_config, options.model).get("method")
     if method not in (None, "ngram"):
         raise ValueError(
@@ -74,6 +70,7 @@ def resolve_speech(
         encoder_backend=choose_backend("auto", "auto", [case]).backend,
         num_workers=num_workers,
         cache_bytes=int(options.mm_processor_cache_gb * GIB),
+        rules=read_speech_rules(model.path, scheduler.max_model_len),
     )
 
 

@@ -145,7 +145,14 @@ class ProcessedRows:
     """Calls processors for the rows to which they apply, in the order in which they were given."""
 
     def __init__(self, num_rows: int, processors: Sequence[LogitsProcessor] = ()) -> None:
-        self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
+        self._num_rows = num_rows
+        self._processors: list[tuple[LogitsProcessor, np.ndarray]] = []
+        for each in processors:
+            self.add(each)
+
+    def add(self, processor: LogitsProcessor) -> None:
+        """Add a processor that is called after the others."""
+        self._processors.append((processor, np.zeros(self._num_rows, dtype=bool)))
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Add a row to all processors. Return whether any applies to it.

@@ -187,6 +187,10 @@ class Sampler:
         self._general_N[row] = has_filters(params) or edited_late or self._edited_N[row]
         self._present_N[row] = True
 
+    def add_processor(self, processor: LogitsProcessor) -> None:
+        """Add a feature's logits processor, which is called after the others. No row may be taken."""
+        self._processors.add(processor)
+
     def alone(self) -> Sampler:
         """Return a sampler of the same rows that exchanges nothing with other ranks. One rank may run it in a dry run.
 

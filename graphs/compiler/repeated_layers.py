@@ -47,13 +47,16 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
     """Return the ops of each traced layer, in order, by the layer's number.
 
     A layer begins at the first use of one of its graph inputs (parameters and KV cache). Ops before the first layer
-    belong to no layer. Returns None if a layer's inputs are used after a later layer has begun, if inputs of a layer
-    that was not to be traced are used, or if a layer has no ops.
+    belong to no layer, and neither do sizes that follow from the arguments alone. Returns None if a layer's inputs are
+    used after a later layer has begun, if inputs of a layer that was not to be traced are used, or if a layer has no
+    ops.
     """
     segments: Segments = {number: [] for number in layers.numbers}
     current: int | None = None
+    inside: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        is_size = isinstance(node.meta.get("val"), torch.SymInt) and inside.isdisjoint(node.all_input_nodes)
+        if node.op in ("placeholder", "output") or is_size:
             continue
         for layer in map(layers.layer_of, node.all_input_nodes):
             if layer is not None:
@@ -62,6 +65,7 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
                 current = layer
         if current is not None:
             segments[current].append(node)
+            inside.add(node)
     return segments if all(segments.values()) else None
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.inputs import (
-    CLIPS,
     FORWARD_ARGUMENTS,
     SIZES,
     STEP_TENSORS,
@@ -24,7 +23,7 @@ from compiled_engine.attention.inputs import (
     tensors_of_model,
 )
 from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig
-from compiled_engine.models.foreign.speech_inputs import ENCODER_ARGUMENTS, encoder_tensors
+from compiled_engine.models.foreign.speech_inputs import CLIPS, ENCODER_ARGUMENTS, encoder_tensors
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
 from compiled_engine.models.vision.inputs import tower_arguments, tower_tensors
 from compiled_engine.parallel.rank_share import local_model

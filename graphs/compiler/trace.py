@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,16 +105,19 @@ def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verif
 
 
 def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verify: bool) -> TracedGraph:
-    layers = traced_layers(model)
-    if layers is not None:
-        with layers.alone():
-            traced = _trace(model, signature, strict=strict, verify=verify)
-        if all(layers.layer_of(node) is None for node in traced.module.graph.nodes):
-            return traced
-        if repeat_layers(traced.module.graph, layers):
-            traced.module.recompile()
-            note = f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
-            return replace(traced, dynamo_graph=note + traced.dynamo_graph)
+    with ExitStack() as alone:
+        found = traced_layers(model)
+        for layers in found:
+            alone.enter_context(layers.alone())
+        traced = _trace(model, signature, strict=strict, verify=verify)
+    graph = traced.module.graph
+    used = [layers for layers in found if any(layers.layer_of(node) is not None for node in graph.nodes)]
+    if not used:
+        return traced
+    if all(repeat_layers(graph, layers) for layers in used):
+        traced.module.recompile()
+        notes = [f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n" for layers in used]
+        return replace(traced, dynamo_graph="".join(notes) + traced.dynamo_graph)
     return _trace(model, signature, strict=strict, verify=verify)
 
 

@@ -49,6 +49,7 @@ class TracedLayers:
     classes: tuple[LayerClass, ...]  # of all layers that are used
     numbers: tuple[int, ...]  # traced layers
     in_tuple: bool = False  # layers return a tuple
+    has_caches: bool = True  # the layers' KV caches have their numbers
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -94,7 +95,8 @@ class TracedLayers:
         return source.renamed(rename) if isinstance(source, Parameter) else replace(source, name=rename(source.name))
 
     def _numbered(self, name: str) -> re.Match[str] | None:
-        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", name)
+        owners = "|".join([re.escape(self.path), *(["kv_caches"] if self.has_caches else ())])
+        return re.fullmatch(rf"(?P<owner>{owners})\.(?P<layer>\d+)(?P<rest>.*)", name)
 
 
 class _Identity(nn.Module):
@@ -111,28 +113,53 @@ class _Identity(nn.Module):
         return (hidden_states, None, None) if self.in_tuple else hidden_states
 
 
-def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """Return the layers to trace; None if all layers must be traced.
+def traced_layers(model: nn.Module) -> tuple[TracedLayers, ...]:
+    """Return the layers to trace of each stack of which some need not be traced.
 
     Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
     a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed
-    (models/foreign/observation.py). Layers at the end of the stack that have no signature are not used.
+    (models/foreign/observation.py). Layers at the end of the stack that have no signature are not used. Such a model
+    may have `stacks_without_caches` too: (path, signatures) of each.
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
-    foreign = str(getattr(model, "layers_path", ""))
-    if foreign:
-        stacks.append((foreign, model.get_submodule(foreign)))
-    if len(stacks) != 1:
-        return None
-    path, stack = stacks[0]
+    if foreign := str(getattr(model, "layers_path", "")):
+        stated: Any = model
+        named = [(foreign, stated.layer_signatures), *getattr(model, "stacks_without_caches", ())]
+        found = [
+            _of_stack(
+                path,
+                model.get_submodule(path),
+                signatures,
+                beside=("layer_idx",),
+                in_tuple=path == foreign and stated.layers_in_tuple,
+                has_caches=path == foreign,
+            )
+            for path, signatures in named
+        ]
+    elif len(stacks) == 1:
+        ((path, stack),) = stacks
+        found = [_of_stack(path, stack, [0] * len(stack))]
+    else:
+        found = []
+    return tuple(layers for layers in found if layers is not None)
+
+
+def _of_stack(
+    path: str,
+    stack: Any,
+    signatures: Sequence[Any],
+    beside: Sequence[str] = (),
+    *,
+    in_tuple: bool = False,
+    has_caches: bool = True,
+) -> TracedLayers | None:
+    """Return the layers of a stack to trace; None if all of them must be. For the arguments see `_kinds`."""
     if _shares(stack):
         return None
-    signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
-    kinds = _kinds(stack[: len(signatures)], signatures, beside=("layer_idx",) if foreign else ())
+    kinds = _kinds(stack[: len(signatures)], signatures, beside)
     classes = tuple(map(LayerClass, kinds, [*kinds[1:], None]))
     numbers = _chosen(classes)
-    in_tuple = bool(foreign and model.layers_in_tuple)
-    return TracedLayers(stack, path, classes, numbers, in_tuple) if len(numbers) < len(classes) else None
+    return TracedLayers(stack, path, classes, numbers, in_tuple, has_caches) if len(numbers) < len(classes) else None
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:

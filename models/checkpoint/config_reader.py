@@ -43,6 +43,7 @@ DTYPES = {
 POOLER = "re:pooler.*"  # small, and computed in fp32
 # Modules that online quantisation skips by default: output projections and expert routers.
 DEFAULT_IGNORE = (HEAD, ROUTER)
+SPEECH_HEAD = "proj_out"  # the name of Whisper's head
 
 
 def read_model_config(
@@ -131,7 +132,8 @@ def read_model_config(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )
     if quantisation is not None:
-        kept = [HEAD] * model.tie_word_embeddings  # the head is the embedding, whose rows are looked up
+        heads = [HEAD] if model.speech is None else [HEAD, SPEECH_HEAD]
+        kept = heads * model.tie_word_embeddings  # the head is the embedding, whose rows are looked up
         kept += [POOLER] * (pools is not None)
         quantisation = replace(quantisation, ignore=(*quantisation.ignore, *kept))
     angles = model.length_angles

@@ -77,7 +77,8 @@ AttentionInterface.register(NAME, attend_in_role)
 class SpeechModel:
     """Mixin before the family's class, with the engine's forward and logits, and the encoder.
 
-    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
+    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`;
+    they describe the decoder. stacks_without_caches: the path of the encoder's layers, with their signatures.
     """
 
     step: SpeechStep
@@ -86,6 +87,7 @@ class SpeechModel:
     layers_path: str
     layer_signatures: Sequence[int]
     layers_in_tuple: bool
+    stacks_without_caches: Sequence[tuple[str, Sequence[int]]]
 
     def forward(
         self,
@@ -182,5 +184,6 @@ def build_speech_model(config: Any, dtype: torch.dtype) -> tuple[Any, Observatio
     observation = Observation(layers, (), (), "model.decoder.layers", (0,) * len(layers), in_tuple=False)
     model.layers_path, model.layer_signatures = observation.layers_path, observation.signatures
     model.layers_in_tuple = observation.in_tuple
+    model.stacks_without_caches = (("model.encoder.layers", (0,) * config.encoder_layers),)
     fill_buffers(model)
     return model, observation

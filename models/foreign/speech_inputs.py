@@ -1,16 +1,27 @@
-"""Declares the inputs of a speech model's encoder, and makes them from the features of clips."""
+"""Declares the inputs of a speech model: the clip of each of the decoder's tokens, and the encoder's features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import ATTENTION_TENSORS, StepTensor, packed_inputs
+from compiled_engine.attention.inputs import ATTENTION_TENSORS, StepTensor, packed_inputs, request_of_tokens
 from compiled_engine.speech import SpeechDescription
 
 FEATURES = "features_CMF"
 ENCODER_ARGUMENTS = (FEATURES, "attention_inputs")
+
+
+def _clip_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    clip_R: torch.Tensor = states.fields[CLIP][step["rows_R"].clamp(min=0).long()]
+    return clip_R[request_of_tokens(step)]
+
+
+# The row field with the slot of the clip that a request's tokens attend to, and that slot for each token.
+CLIP, NO_CLIP = "clip", -1
+CLIPS = StepTensor("clip_T", ("tokens",), torch.int32, padding=NO_CLIP, fill=_clip_of_tokens)
 
 
 def encoder_tensors(speech: SpeechDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:

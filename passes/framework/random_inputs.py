@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.inputs import ANGLE_LENGTHS, CLIPS, TOKEN_TYPES, padding_of, step_of
+from compiled_engine.attention.inputs import ANGLE_LENGTHS, TOKEN_TYPES, padding_of, step_of
 from compiled_engine.attention.kv_codes import encode, planes
 from compiled_engine.kv_format import is_coded
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
@@ -62,14 +62,17 @@ class RandomInputs:
             rows_R = torch.arange(sizes["requests"], dtype=torch.int32)
             rows_R[num_rows:] = -1
             self._arguments["rows_R"] = rows_R.to(device)
-        self._arguments[CLIPS.name] = torch.zeros(num_tokens, dtype=CLIPS.dtype, device=device)  # all have the first
         if ANGLE_LENGTHS.name in placeholders:  # some of the requests are longer than any border
             positions_T = self._arguments["positions_T"]
             self._arguments[ANGLE_LENGTHS.name] = torch.where(positions_T % 2 == 0, positions_T + 1, 1 << 20)
-        for name, node in placeholders.items():  # other inputs with a row per token, such as hidden states
+        for name, node in placeholders.items():  # other inputs with a row per token: hidden states, and indices
             if source_of(node).kind == "argument" and name not in self._arguments:
                 fake = node.meta["val"]
-                self._arguments[name] = self._normal((num_tokens, *fake.shape[1:]), fake.dtype)
+                shape = (num_tokens, *fake.shape[1:])
+                if fake.is_floating_point():
+                    self._arguments[name] = self._normal(shape, fake.dtype)
+                else:
+                    self._arguments[name] = torch.zeros(shape, dtype=fake.dtype, device=device)
 
     def of(self, placeholder: fx.Node) -> Any:
         """Return the value of a placeholder: a tensor, or an int for a size."""

@@ -113,7 +113,7 @@ def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Return whether an embedding reads the parameter, as it does if embeddings are tied."""
+    """Return whether rows of the parameter are looked up: by an embedding, as if embeddings are tied, or an index."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
@@ -122,7 +122,7 @@ def is_read_in_parts(weight: fx.Node) -> bool:
     return any(user.target is aten.view.default for user in weight.users)
 
 
-_EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
+_EMBEDDINGS = (aten.embedding.default, aten.index.Tensor, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from speech_models import save_config
 from tiny_models import tiny_config
 from torch import fx, nn
 from vision_models import vision_config
@@ -16,7 +17,7 @@ from vision_models import vision_config
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler import trace as trace_module
 from compiled_engine.graphs.compiler.build import apply_passes
-from compiled_engine.graphs.compiler.signature import FORWARD, callables_of, compile_ranges, forward_signature
+from compiled_engine.graphs.compiler.signature import ENCODE, FORWARD, callables_of, compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
@@ -84,7 +85,7 @@ def both_ways(
     model = model_of(config)
     change(model)
     with monkeypatch.context() as patched:
-        patched.setattr(trace_module, "traced_layers", lambda model: None)
+        patched.setattr(trace_module, "traced_layers", lambda model: ())
         every = trace(model, forward_signature(config))
     return few, every, num_traced
 
@@ -119,7 +120,7 @@ FEW = [
 @pytest.mark.parametrize(("windows", "num_traced"), FEW)
 def test_two_layers_of_each_kind_are_chosen(windows: tuple[int | None, ...], num_traced: int) -> None:
     chosen = traced_layers(model_of(with_windows(tiny_config("Qwen2ForCausalLM"), windows)))
-    assert num_traced == (len(windows) if chosen is None else len(chosen.numbers))
+    assert num_traced == (len(chosen[0].numbers) if chosen else len(windows))
 
 
 @pytest.mark.product(one_in=1000)
@@ -318,18 +319,16 @@ def test_settings_of_different_types_are_unlike() -> None:
     for number, layer in enumerate(stack_of(model)):
         layer.flag = number > 0 or 0  # type: ignore[assignment]
         layer.scale = torch.ones(3)  # type: ignore[assignment]
-    assert traced_layers(model) is None
+    assert traced_layers(model) == ()
     for layer in stack_of(model):
         del layer.scale
-    layers = traced_layers(model)
-    assert layers is not None
+    (layers,) = traced_layers(model)
     assert layers.numbers == (0, 1, 2, 7)
 
 
 def test_the_model_applies_all_its_layers_after_a_failure() -> None:
     model = model_of(tiny_config(num_layers=8))
-    layers = traced_layers(model)
-    assert layers is not None
+    (layers,) = traced_layers(model)
     with pytest.raises(ZeroDivisionError), layers.alone():
         raise ZeroDivisionError
     assert layers.stack.only is None
@@ -375,6 +374,21 @@ def test_few_layers_are_traced_where_results_of_some_are_read(
     signature = callables_of(config)[FORWARD]
     few = trace(model_of(config), signature)
     assert f"the layers {list(numbers)}" in few.dynamo_graph
-    monkeypatch.setattr(trace_module, "traced_layers", lambda model: None)
+    monkeypatch.setattr(trace_module, "traced_layers", lambda model: ())
+    every = trace(model_of(config), signature)
+    assert computed(few) == computed(every)
+
+
+@pytest.mark.parametrize(("callable_name", "stack"), [(ENCODE, "encoder"), (FORWARD, "decoder")])
+def test_few_layers_of_a_speech_model_are_traced(
+    callable_name: str, stack: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each callable has layers of one stack alone, but the decoder's have KV caches."""
+    save_config(tmp_path, encoder_layers=4, decoder_layers=4)
+    config = resolve(EngineOptions(model=tmp_path, load_format="dummy", device="cpu", skip_tokenizer_init=True))
+    signature = callables_of(config)[callable_name]
+    few = trace(model_of(config), signature)
+    assert few.dynamo_graph.startswith(f"# Of model.{stack}.layers the layers [0, 1, 3];")
+    monkeypatch.setattr(trace_module, "traced_layers", lambda model: ())
     every = trace(model_of(config), signature)
     assert computed(few) == computed(every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,17 @@ import openai
 import pytest
 import soundfile
 from running_server import RunningServer, error_of, running
-from speech_models import RATE, random_clip, transcribing_oracle
+from speech_models import (
+    FIRST_TIME,
+    RATE,
+    SpeechOracle,
+    check_segments,
+    random_clip,
+    segments_of_generate,
+    text_of_generate,
+    transcribing_oracle,
+)
 
-from compiled_engine import LLM
 from compiled_engine.async_llm import AsyncLLM
 
 ENGINE: dict[str, Any] = {
@@ -35,32 +44,67 @@ def wav(seed: int, seconds: float = 1.0) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("hearing")
-    transcribing_oracle(folder)
-    with running(AsyncLLM(folder, **ENGINE, core="in_process")) as server:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> SpeechOracle:
+    return transcribing_oracle(tmp_path_factory.mktemp("hearing"))
+
+
+@pytest.fixture(scope="module")
+def hearing(oracle: SpeechOracle) -> Iterator[RunningServer]:
+    with running(AsyncLLM(oracle.folder, **ENGINE)) as server:
         yield server
 
 
-def test_the_official_client_gets_what_the_engine_says(hearing: RunningServer) -> None:
-    engine = hearing.engine.config.model.path
-    with LLM(engine, **ENGINE) as llm:
-        expected = {
-            task: llm.transcribe(wav(1, 1.7), language="de", task=task, temperature=0.0)
-            for task in ("transcribe", "translate")
-        }
-    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"file": ("a.wav", wav(1, 1.7)), "model": "model", "temperature": 0.0}
-        asked["model"] = client.models.list().data[0].id
-        found = client.audio.transcriptions.create(**asked, language="de")
-        assert found.text == expected["transcribe"].text
-        whole = client.audio.transcriptions.create(**asked, language="de", response_format="verbose_json")
-        assert whole.language == "de"
-        assert [each.tokens for each in whole.segments or ()] == [
-            list(each.token_ids) for each in expected["transcribe"].segments
-        ]
-        translated = client.audio.translations.create(**asked, extra_body={"language": "de"})
-        assert translated.text == expected["translate"].text
+@pytest.fixture(scope="module")
+def client(hearing: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def asked(client: openai.OpenAI, seconds: float) -> dict[str, Any]:
+    return {"file": ("a.wav", wav(1, seconds)), "model": client.models.list().data[0].id, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("task", ["transcribe", "translate"])
+def test_the_official_client_gets_what_transformers_generates(
+    hearing: RunningServer, oracle: SpeechOracle, client: openai.OpenAI, task: str
+) -> None:
+    """The core is in another process, to which features are sent."""
+    given: dict[str, Any] = {"language": "de", "task": task}
+    ids = text_of_generate(oracle, random_clip(1), **given)
+    text = hearing.engine.tokenizer.decode([token for token in ids if token < FIRST_TIME]).strip()
+    if task == "translate":
+        found = client.audio.translations.create(**asked(client, 1.0), extra_body={"language": "de"})
+        assert found.text == text
+        return
+    found = client.audio.transcriptions.create(**asked(client, 1.0), language="de")
+    assert found.text == text
+    whole = client.audio.transcriptions.create(
+        **asked(client, 1.7), language="de", response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (whole.language, whole.duration) == ("de", pytest.approx(1.7))
+    expected = segments_of_generate(oracle, random_clip(1, 1.7), **given)
+    segments = whole.segments or []
+    assert [each.tokens for each in segments] == [tokens for _, _, tokens in expected[: len(segments)]]
+    assert [each.end for each in segments] == pytest.approx([end for _, end, _ in expected[: len(segments)]])
+
+
+def test_the_official_client_reads_a_stream(client: openai.OpenAI) -> None:
+    """An event for each window, in the order of the audio, whatever the order in which they are decoded."""
+    whole = client.audio.transcriptions.create(**asked(client, 2.7), language="de")
+    with client.audio.transcriptions.create(**asked(client, 2.7), language="de", stream=True) as events:
+        *deltas, done = events
+    assert done.type == "transcript.text.done"
+    assert done.text == whole.text
+    texts = [each.delta for each in deltas if each.type == "transcript.text.delta"]
+    assert len(texts) == len(deltas) == 3
+    assert "".join(texts) == whole.text
+
+
+def test_the_engine_transcribes_for_python_too(hearing: RunningServer, oracle: SpeechOracle) -> None:
+    audio = (random_clip(2, 1.2), RATE)
+    work = hearing.engine.transcribe(audio, language="en", temperature=0.0, timestamps=True)
+    found = asyncio.run_coroutine_threadsafe(work, hearing.loop).result(60)
+    check_segments(found.segments, segments_of_generate(oracle, audio[0], language="en", task="transcribe"), 1.2)
 
 
 def test_other_formats_are_text(hearing: RunningServer) -> None:
@@ -79,7 +123,11 @@ def test_other_formats_are_text(hearing: RunningServer) -> None:
         ({"temperature": "hot"}, wav(0), "temperature", "a number from 0 to 2"),
         ({"temperature": "7"}, wav(0), "temperature", "a number from 0 to 2"),
         ({"response_format": "lrc"}, wav(0), "response_format", "one of text, json"),
-        ({"stream": "true"}, wav(0), "stream", "stream must be absent"),
+        ({"stream": "maybe"}, wav(0), "stream", "stream must be true or false"),
+        ({"stream": "true", "response_format": "srt"}, wav(0), "response_format", "must be json with stream"),
+        ({"timestamp_granularities[]": "word"}, wav(0), "timestamp_granularities[]", "segment, as words have no times"),
+        ({"timestamp_granularities[]": "segment"}, wav(0), "response_format", "must be verbose_json with timestamp"),
+        ({"chunking_strategy": "auto"}, wav(0), "chunking_strategy", "chunking_strategy must be absent"),
         ({"tone": "x"}, wav(0), "tone", "is no field; allowed: file"),
     ],
     ids=lambda value: str(value)[:30],

@@ -129,11 +129,16 @@ LAYOUTS = {
 
 
 def write_quantised(
-    source: Path, folder: Path, layout: Layout, ignore: list[str], round_inputs: bool = True
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    ignore: list[str],
+    round_inputs: bool = True,
+    kind: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """Write a checkpoint of transformers in a layout, and return the oracle. ignore: names of modules. round_inputs:
-    the oracle's are rounded as the layout says."""
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
+    the oracle's are rounded as the layout says. kind: the oracle's class."""
+    model: Any = kind.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
     named = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and f"{path}.weight" in tensors}
     linears = {path: m for path, m in named.items() if path not in ignore}

@@ -8,9 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+from transformers.generation.logits_process import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
+
+from compiled_engine.features.speech.frontend.transcription import Segment
 
 RATE = 16_000
 MELS, SECONDS, LENGTH = 8, 1, 50  # a second has 100 frames, and half as many positions
@@ -52,19 +66,19 @@ def save_config(folder: Path, **sizes: Any) -> Path:
 class SpeechOracle:
     """A tiny Whisper of transformers, saved as a checkpoint with its feature extractor."""
 
-    def __init__(self, folder: Path, seed: int = 0, **sizes: Any) -> None:
+    def __init__(self, folder: Path, seed: int = 0, seconds: int = SECONDS, **sizes: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         torch.manual_seed(seed)
-        config = WhisperConfig(**SIZES | sizes)
-        self.model = WhisperForConditionalGeneration(config).eval()
+        config = WhisperConfig(**SIZES | {"max_source_positions": LENGTH * seconds} | sizes)
+        self.model: Any = WhisperForConditionalGeneration(config).eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():  # so that clips, and positions, matter
                 if parameter.dim() > 1:
                     scale = 0.3 if "embed" in name else 2 / parameter[0].numel() ** 0.5
                     parameter.copy_(torch.randn_like(parameter) * scale)
         self.model.save_pretrained(folder)
-        extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
+        extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
         extractor.save_pretrained(folder)
         self.extractor = extractor
 
@@ -73,26 +87,40 @@ class SpeechOracle:
         found: torch.Tensor = self.extractor(clip, sampling_rate=RATE, return_tensors="pt")["input_features"]
         return found
 
-    def greedy(self, ids: Sequence[int], clip: np.ndarray, count: int) -> tuple[list[int], list[float]]:
-        """The most probable continuation of a prompt, and its log-probabilities."""
+    def greedy(
+        self, ids: Sequence[int], clip: np.ndarray, count: int, rules: Sequence[LogitsProcessor] = ()
+    ) -> tuple[list[int], list[float]]:
+        """The most probable continuation of a prompt that rules allow, and its log-probabilities without the rules."""
         encoded, known, found = None, list(ids), []
         for _ in range(count):
             with torch.no_grad():
                 given: Any = {"encoder_outputs": encoded} if encoded else {"input_features": self.features(clip)}
                 output = self.model(**given, decoder_input_ids=torch.tensor([known]), use_cache=False)
             encoded = (output.encoder_last_hidden_state,)
-            last = output.logits[0, -1].log_softmax(-1)
-            known.append(int(last.argmax()))
-            found.append(float(last.max()))
+            last = edited = output.logits[:, -1].log_softmax(-1)
+            for rule in rules:
+                edited = rule(torch.tensor([known]), edited)
+            known.append(int(edited.argmax()))
+            found.append(float(last[0, known[-1]]))
         return known[-count:], found
 
 
-# Of a model that transcribes: bytes, then these tokens.
+def rules_of(length: int, *, timestamps: bool, **settings: Any) -> list[LogitsProcessor]:
+    """transformers' rules for the tokens after a prompt of this length, with GENERATION and other settings."""
+    first = SuppressTokensAtBeginLogitsProcessor(GENERATION["begin_suppress_tokens"], begin_index=length)
+    every = SuppressTokensLogitsProcessor(GENERATION["suppress_tokens"])
+    config = GenerationConfig(**GENERATION | settings)
+    return [first, every, *([WhisperTimeStampLogitsProcessor(config, begin_index=length)] if timestamps else [])]
+
+
+# Of a model that transcribes: bytes, then these tokens, then timestamps.
 SPECIAL = (
     *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"),
     *("<|startofprev|>", "<|notimestamps|>"),
 )
 IDS = {name: 256 + number for number, name in enumerate(SPECIAL)}
+FIRST_TIME = 256 + len(SPECIAL)
+NUM_TIMES = LENGTH + 1  # of a model whose clips have a second
 GENERATION: dict[str, Any] = {
     "decoder_start_token_id": IDS["<|startoftranscript|>"],
     **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), IDS["<|endoftext|>"]),
@@ -103,13 +131,16 @@ GENERATION: dict[str, Any] = {
     "task_to_id": {"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
     "suppress_tokens": [1, 2, *(IDS[name] for name in SPECIAL[1:])],
     "begin_suppress_tokens": [220, IDS["<|endoftext|>"]],
+    "max_initial_timestamp_index": 20,
     "max_length": 28,
 }
 
 
-def transcribing_oracle(folder: Path) -> SpeechOracle:
-    """A tiny Whisper with a tokenizer of bytes, and a generation_config.json."""
-    oracle = SpeechOracle(folder, vocab_size=256 + len(SPECIAL), max_target_positions=28, seed=3)
+def transcribing_oracle(folder: Path, seconds: int = SECONDS) -> SpeechOracle:
+    """A tiny Whisper with clips of so many seconds, a tokenizer of bytes, and a generation_config.json."""
+    times = [f"<|{number / 50:.2f}|>" for number in range(LENGTH * seconds + 1)]  # in steps of 20 ms
+    sizes = {"vocab_size": FIRST_TIME + len(times), "max_target_positions": 28}
+    oracle = SpeechOracle(folder, seed=3, seconds=seconds, **sizes)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     oracle.model.generation_config = GenerationConfig.from_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -117,8 +148,41 @@ def transcribing_oracle(folder: Path) -> SpeechOracle:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
-    assert tokenizer.token_to_id(SPECIAL[-1]) == IDS[SPECIAL[-1]]
+    tokenizer.add_tokens(times)
+    assert all(tokenizer.token_to_id(name) == number for name, number in IDS.items())
+    assert tokenizer.token_to_id(times[0]) == FIRST_TIME
     tokenizer.save(str(folder / "tokenizer.json"))
     made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(made))
     return oracle
+
+
+def text_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[int]:
+    """The tokens of a clip that transformers generates without timestamps in the prompt, without special tokens."""
+    whole = {"return_dict_in_generate": True, "force_unique_generate_call": True}  # even if it generates timestamps
+    with torch.no_grad():
+        found = oracle.model.generate(oracle.features(clip), return_timestamps=False, **whole, **given)
+    return [token for token in found["sequences"][0].tolist() if token not in IDS.values()]
+
+
+def segments_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[tuple[float, float, list[int]]]:
+    """Beginning, end and tokens of the segments that transformers finds; no time is after the clip's end."""
+    features = oracle.extractor(clip, sampling_rate=RATE, return_tensors="pt", truncation=False)["input_features"]
+    with torch.no_grad():
+        found = oracle.model.generate(features, return_timestamps=True, return_segments=True, **given)["segments"][0]
+    seconds = len(clip) / RATE
+    return [
+        (min(float(each["start"]), seconds), min(float(each["end"]), seconds), each["tokens"].tolist())
+        for each in found
+    ]
+
+
+def check_segments(
+    found: Sequence[Segment], expected: Sequence[tuple[float, float, list[int]]], seconds: float
+) -> None:
+    """Compare segments with those of transformers, which goes on in the silence that the extractor adds."""
+    count = len(found)
+    assert [list(each.token_ids) for each in found] == [tokens for _, _, tokens in expected[:count]]
+    times = [time for each in found for time in (each.start, each.end)]
+    assert times == pytest.approx([time for start, end, _ in expected[:count] for time in (start, end)])
+    assert all(start == seconds for start, _, _ in expected[count:])

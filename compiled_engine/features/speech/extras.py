@@ -11,6 +11,10 @@ from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PlainTensor
 
 NAME = "speech"
+FEATURES = "input_features"  # name of a clip's features among the extractor's output
+# The key in a request's extra_args for the rules of transcriptions, and its values: without timestamps, and with them.
+TRANSCRIPTION = "transcription"
+TRANSCRIPTIONS = ("text", "timestamps")
 
 
 class PromptClip(msgspec.Struct, frozen=True, array_like=True):
@@ -40,3 +44,11 @@ def extras_of(key: str) -> dict[str, Any]:
 def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:
     """Return the clips that a step encodes, from its extras."""
     return msgspec.convert(extras.get(NAME, ()), tuple[NewClip, ...])
+
+
+def transcription_of(extra_args: Mapping[str, Any] | None) -> str | None:
+    """Return one of TRANSCRIPTIONS: which rules a request's tokens follow; None for no rules. Raises ValueError."""
+    given = (extra_args or {}).get(TRANSCRIPTION)
+    if given is None or given in TRANSCRIPTIONS:
+        return given
+    raise ValueError(f"extra_args[{TRANSCRIPTION!r}] is {given!r}; allowed: {', '.join(TRANSCRIPTIONS)}")

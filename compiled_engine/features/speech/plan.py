@@ -16,8 +16,8 @@ from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.images.embedding_cache import CachedImage, EmbeddingCache
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
-from compiled_engine.features.speech.extras import NAME, NewClip, PromptClip, clip_of
-from compiled_engine.speech import SpeechConfig
+from compiled_engine.features.speech.extras import NAME, TRANSCRIPTION, NewClip, PromptClip, clip_of, transcription_of
+from compiled_engine.speech import NO_RULES, SpeechConfig
 
 _PLANNED = ("clips", "clip_cache_hits", "clips_encoded")
 # Features are asked for before they are needed as long as they are those of so many full steps.
@@ -60,11 +60,16 @@ class SpeechPlan(PlanFeature):
             raise ValueError(
                 f"request {request.request_id!r} has no audio; allowed: one clip, as multi_modal_data {{'audio': ...}}"
             )
+        if transcription_of(request.sampling_params.extra_args) is not None and self._config.rules is None:
+            raise ValueError(f"extra_args[{TRANSCRIPTION!r}] is given; allowed: none, as {NO_RULES}")
 
     def added(self, request: Request) -> None:
+        """Note a request's clip. With timestamps it gets one token a step, as each one limits the next."""
         clip = clip_of(request.asked)
         assert clip is not None
         self._clips[request] = clip
+        if transcription_of(request.sampling_params.extra_args) == "timestamps":
+            request.max_new_tokens_per_step = request.most_when_admitted = 1
         self._counts["clips"] += 1
 
     def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import CLIP, NO_CLIP
+from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.features.speech.extras import NAME, new_clips_of
+from compiled_engine.features.speech.extras import FEATURES, NAME, new_clips_of
+from compiled_engine.features.speech.token_rules import TokenRules
 from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
-from compiled_engine.models.foreign.speech_inputs import encoder_inputs
+from compiled_engine.models.foreign.speech_inputs import CLIP, NO_CLIP, encoder_inputs
 from compiled_engine.passes.speech.hoist_encoder import cross_parameters
 from compiled_engine.process.progress import Progress
-from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.row_fields import RowField
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.speech import SpeechConfig, SpeechDescription
-
-# The name of the features among the extractor's output.
-FEATURES = "input_features"
 
 
 class StepSpeech(StepFeature):
     """Runs the encoder for the clips of a step, and sets the row field with the slot of each request's clip.
 
     encode, hoisted: the model's callables. kept: of each layer in turn, its keys and values, [slots * length, H, d].
+    rules: learn each sampled token; None if the checkpoint states none.
     """
 
     name = NAME
@@ -39,20 +39,24 @@ class StepSpeech(StepFeature):
         encode: Callable[..., torch.Tensor],
         hoisted: Callable[..., Sequence[torch.Tensor]],
         kept: Sequence[torch.Tensor],
-        fields: RowFields,
+        states: RequestStates,
+        rules: TokenRules | None = None,
     ) -> None:
         self._config, self._speech, self._signature = config, speech, signature
-        self._encode, self._hoisted, self._fields = encode, hoisted, fields
+        self._encode, self._hoisted, self._states = encode, hoisted, states
         self._kept = [tensor.unflatten(0, (config.num_slots, speech.length)) for tensor in kept]
         self._on_host = {tensor.name for tensor in signature.tensors if tensor.on_host}
         self._dtype, self._device = kept[0].dtype, kept[0].device
-        fields.declare(RowField(CLIP, initial=NO_CLIP))
-        self._num_runs = 0
+        states.fields.declare(RowField(CLIP, initial=NO_CLIP))
+        self._rules, self._num_runs = rules, 0
 
     @classmethod
     def of(cls, parts: RunnerParts, config: SpeechConfig, speech: SpeechDescription) -> StepSpeech:
-        """Make the feature of a runner."""
-        model = parts.config.model
+        """Make the feature of a runner, whose sampler it gives the rules of transcriptions."""
+        model, rules = parts.config.model, None
+        if config.rules is not None:
+            rules = TokenRules(config.rules, parts.states.fields)
+            parts.sampler.add_processor(rules)
         names = [
             each.name
             for layer in range(model.num_layers)
@@ -65,7 +69,8 @@ class StepSpeech(StepFeature):
             parts.model.ends[ENCODE],
             parts.model.ends[HOISTED],
             [parts.tensors[name] for name in names],
-            parts.states.fields,
+            parts.states,
+            rules,
         )
 
     def start_up(self, progress: Progress) -> int:
@@ -79,7 +84,7 @@ class StepSpeech(StepFeature):
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def added(self, row: int, request: NewRequest) -> None:
-        self._fields.set(row, **{CLIP: request.extras[NAME]})
+        self._states.fields.set(row, **{CLIP: request.extras[NAME]})
 
     def begin(self, step: SchedulerOutput) -> None:
         """Encode the step's new clips, and write their keys and values to their slots."""
@@ -90,6 +95,10 @@ class StepSpeech(StepFeature):
         for kept_SLHd, new_EHd in zip(self._kept, results, strict=True):
             kept_SLHd.index_copy_(0, slots_C, new_EHd.reshape(len(new), *kept_SLHd.shape[1:]))
         self._num_runs += 1
+
+    def after_sample(self, batch: InputBatch) -> None:
+        if self._rules is not None:
+            self._rules.took(batch.rows[batch.samples], self._states.last_token_S)
 
     def metrics(self) -> dict[str, Any]:
         return {"encoder_runs": self._num_runs}

@@ -133,3 +133,9 @@ def test_a_request_without_a_clip_is_refused() -> None:
     engine = Engine(1, 1, 20)
     with pytest.raises(ValueError, match="request 'x' has no audio; allowed: one clip"):
         engine.plan.check(EngineRequest("x", (1,), SamplingParams()))
+
+
+def test_a_request_for_rules_that_the_checkpoint_lacks_is_refused() -> None:
+    engine, params = Engine(1, 1, 20), SamplingParams(extra_args={"transcription": "timestamps"})
+    with pytest.raises(ValueError, match=r"extra_args\['transcription'\] is given; allowed: none, as the checkpoint's"):
+        engine.plan.check(EngineRequest("x", (1,), params, extras=extras_of("a")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,21 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from speech_models import IDS, RATE, SpeechOracle, random_clip, transcribing_oracle
+from speech_models import (
+    IDS,
+    RATE,
+    SpeechOracle,
+    check_segments,
+    random_clip,
+    segments_of_generate,
+    text_of_generate,
+    transcribing_oracle,
+)
 
 from compiled_engine import LLM
-from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
-from compiled_engine.features.speech.frontend.transcription import Transcription, windows_of
+from compiled_engine.features.speech.frontend.quiet_windows import windows_of
+from compiled_engine.features.speech.frontend.transcription import Transcription
 
 OPTIONS: dict[str, Any] = {
     "mode": "eager",
@@ -47,13 +55,6 @@ def said(result: Transcription) -> tuple[Any, ...]:
     return result.text, result.language, result.duration, [(each.start, each.token_ids) for each in result.segments]
 
 
-def generated(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[int]:
-    """What transformers generates at temperature 0, without special tokens."""
-    with torch.no_grad():
-        ids = oracle.model.generate(oracle.features(clip), return_timestamps=False, **given)
-    return [token for token in ids[0].tolist() if token not in IDS.values()]
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("given", [{}, {"language": "de", "task": "translate"}, {"language": "en"}], ids=str)
 def test_tokens_are_those_of_generate(oracle: SpeechOracle, llm: LLM, given: dict[str, Any]) -> None:
@@ -61,9 +62,8 @@ def test_tokens_are_those_of_generate(oracle: SpeechOracle, llm: LLM, given: dic
         clip = random_clip(seed)
         found = llm.transcribe((clip, RATE), temperature=0.0, **given)
         (segment,) = found.segments
-        assert [token for token in segment.token_ids if token < 256] == generated(
-            oracle, clip, **{"task": "transcribe"} | given
-        )
+        expected = text_of_generate(oracle, clip, **{"task": "transcribe"} | given)
+        assert [token for token in segment.token_ids if token not in IDS.values()] == expected
         assert (segment.start, segment.end, found.duration) == (0.0, 1.0, 1.0)
         if not given:
             with torch.no_grad():
@@ -108,20 +108,28 @@ def test_a_prompt_and_files_are_read(oracle: SpeechOracle, llm: LLM, tmp_path: P
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_core_in_another_process_gets_features_and_clips(oracle: SpeechOracle, llm: LLM) -> None:
-    asked: dict[str, Any] = {"language": "en", "temperature": 0.0}
-    audio = random_clip(7, 2.2)
-
-    async def transcribed() -> tuple[Any, dict[str, Any]]:
-        engine = AsyncLLM(oracle.folder, **OPTIONS)
-        try:
-            return await engine.transcribe((audio, RATE), **asked), await engine.metrics()
-        finally:
-            await engine.shutdown()
-
-    found, metrics = asyncio.run(transcribed())
-    assert said(found) == said(llm.transcribe((audio, RATE), **asked))
-    assert metrics["clips_encoded"] == len(found.segments) == 3
+@pytest.mark.parametrize(
+    ("seconds", "given", "prompt"),
+    [
+        (0.4, {"language": "en"}, None),
+        (1.0, {"language": "de", "task": "translate"}, None),
+        (2.5, {}, None),
+        (2.5, {"language": "de"}, "names"),
+    ],
+    ids=str,
+)
+def test_timed_segments_are_those_of_generate(
+    oracle: SpeechOracle, llm: LLM, seconds: float, given: dict[str, Any], prompt: str | None
+) -> None:
+    """A clip has one second: audio that is shorter, as long, and longer."""
+    clip, theirs = random_clip(len(given) + 7, seconds), {"task": "transcribe"} | given
+    if prompt is not None:
+        theirs["prompt_ids"] = torch.tensor([IDS["<|startofprev|>"], *llm.get_tokenizer().encode(f" {prompt}")])
+    found = llm.transcribe((clip, RATE), **given, prompt=prompt, temperature=0.0, timestamps=True)
+    check_segments(found.segments, segments_of_generate(oracle, clip, **theirs), seconds)
+    assert len(found.segments) > 2 or seconds < 2
+    assert all(0 <= each.seek <= 100 * each.start + 1e-9 for each in found.segments)
+    assert not any("<|" in each.text for each in found.segments)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -150,6 +158,16 @@ def test_samples_at_another_rate_are_the_same_sound(rate: int, wanted: int) -> N
     found = resampled(tone(rate), rate, wanted)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, tone(wanted), atol=2e-3)
+
+
+def test_long_audio_at_another_rate_has_no_seams() -> None:
+    """Pieces of a minute are converted one after the other."""
+    rate, wanted, seconds = 1_000, 1_600, 130.5
+    times, expected_times = (np.arange(round(seconds * each)) / each for each in (rate, wanted))
+    found = resampled(np.sin(700 * times).astype(np.float32), rate, wanted)
+    assert len(found) == len(expected_times)
+    inner = slice(wanted, -wanted)
+    np.testing.assert_allclose(found[inner], np.sin(700 * expected_times)[inner], atol=2e-3)
 
 
 def test_channels_are_averaged_and_long_files_refused() -> None:

@@ -15,9 +15,9 @@ from compiled_engine.features.speech.frontend.formats import FORMATS
 from compiled_engine.features.speech.frontend.transcription import Segment, Transcription
 
 SEGMENTS = (
-    Segment(0.0, 29.5, " One --> two.", (5, 6), 0.0, -0.25, 1.5),
-    Segment(29.5, 31.0, " ", (7,), 0.2, -0.5, 0.5),
-    Segment(31.0, 3661.0075, " Three.", (8,), 0.0, -0.125, 1.0),
+    Segment(0.0, 29.5, " One --> two.", (5, 6), 0.0, -0.25, 1.5, 0),
+    Segment(29.5, 31.0, " ", (7,), 0.2, -0.5, 0.5, 0),
+    Segment(31.0, 3661.0075, " Three.", (8,), 0.0, -0.125, 1.0, 3100),
 )
 RESULT = Transcription("One --> two.  Three.", "en", 3661.0075, SEGMENTS)
 
@@ -30,6 +30,7 @@ def test_each_format() -> None:
     assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "en", 3661.0075)
     assert [segment["tokens"] for segment in whole["segments"]] == [[5, 6], [7], [8]]
     assert whole["segments"][1]["start"] == 29.5
+    assert [segment["seek"] for segment in whole["segments"]] == [0, 0, 3100]
     times = ("00:00:00,000 --> 00:00:29,500", "00:00:31,000 --> 01:01:01,008")
     assert made["srt"] == f"1\n{times[0]}\nOne -> two.\n\n2\n{times[1]}\nThree.\n\n"
     first, second = (each.replace(",", ".") for each in times)

@@ -15,6 +15,8 @@ INSTALL = "pip install 'compiled-engine[audio]'"
 ALLOWED = "a pair (samples, rate), a path, or the bytes of an audio file"
 # Samples per second.
 LEAST_RATE, MOST_RATE = 1_000, 384_000
+LONGEST_S = 2 * 3600  # of audio to transcribe
+PIECE_S = 60  # of audio that is converted to another rate at once
 
 
 def read_audio(name: str, audio: Any) -> MediaSource:
@@ -52,6 +54,14 @@ def _of_samples(samples: np.ndarray[Any, Any], rate: Any) -> MediaSource:
     return MediaSource("samples", samples.tobytes(), str(int(rate)), samples.shape)
 
 
+def samples_of(source: MediaSource) -> Samples:
+    """Return the samples of a source that has any. Raises ValueError if there are too many to transcribe."""
+    samples_N, rate = np.frombuffer(source.data, dtype=np.float32), int(source.mode)
+    if len(samples_N) > LONGEST_S * rate:
+        raise ValueError(f"audio has {len(samples_N) / rate:.0f} s; allowed: at most {LONGEST_S}")
+    return samples_N
+
+
 def decoded_audio(data: bytes, most_seconds: float) -> tuple[Samples, int]:
     """Return the samples of an audio file, channels averaged, and their rate per second.
 
@@ -76,10 +86,21 @@ def decoded_audio(data: bytes, most_seconds: float) -> tuple[Samples, int]:
 def resampled(samples_N: Samples, rate: int, wanted: int) -> Samples:
     """Return the samples at another rate per second, float32. Frequencies above half of either rate are left out.
 
-    The spectrum is cut or extended, between margins of silence, which keep the two ends apart.
+    Long audio is converted piece by piece, each with a second of its neighbours, so that memory stays bounded.
     """
     if rate == wanted:
         return samples_N
+    pieces = []
+    for first in range(0, len(samples_N), PIECE_S * rate):
+        before = min(first, rate)  # none, or a second
+        made = _resampled_at_once(samples_N[first - before : first + (PIECE_S + 1) * rate], rate, wanted)
+        start = before // rate * wanted
+        pieces.append(made[start : start + PIECE_S * wanted])
+    return np.concatenate(pieces)
+
+
+def _resampled_at_once(samples_N: Samples, rate: int, wanted: int) -> Samples:
+    """Return the samples at another rate. The spectrum, of the samples between silence, is cut or extended."""
     margin = max(rate // 20, 1)
     padded = np.pad(samples_N, margin)
     count, kept = round(len(samples_N) * wanted / rate), round(len(padded) * wanted / rate)

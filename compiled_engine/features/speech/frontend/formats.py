@@ -20,10 +20,11 @@ def as_json(result: Transcription) -> str:
 
 
 def verbose(result: Transcription, task: str) -> dict[str, Any]:
-    """Return the object of the format verbose_json; its segments are the windows of the audio."""
+    """Return the object of the format verbose_json."""
     segments = [
         {
             "id": number,
+            "seek": segment.seek,
             "start": segment.start,
             "end": segment.end,
             "text": segment.text,
@@ -39,12 +40,12 @@ def verbose(result: Transcription, task: str) -> dict[str, Any]:
 
 
 def as_srt(result: Transcription) -> str:
-    """Return SubRip subtitles, one for each window with text."""
+    """Return SubRip subtitles, one for each segment with text."""
     return _subtitles(result, ",", numbered=True)
 
 
 def as_vtt(result: Transcription) -> str:
-    """Return WebVTT subtitles, one for each window with text."""
+    """Return WebVTT subtitles, one for each segment with text."""
     return "WEBVTT\n\n" + _subtitles(result, ".", numbered=False)
 
 
@@ -73,3 +74,5 @@ FORMATS: dict[str, Callable[[Transcription, str], str]] = {
     "vtt": lambda result, task: as_vtt(result),
 }
 """By name: the function that writes a transcription, given the task too."""
+TIMED = ("verbose_json", "srt", "vtt")
+"""The formats that show segments, for which audio is transcribed with timestamps."""

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
+import torch
 
 from compiled_engine.engine.messages import ControlCall
+from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.cache import ProcessedMedia
 from compiled_engine.features.images.frontend.processing import MediaProcessing
 from compiled_engine.features.images.pixels import calls_of
-from compiled_engine.features.speech.extras import extras_of
-from compiled_engine.features.speech.frontend.audio import Samples, read_audio
-from compiled_engine.features.speech.frontend.transcription import (
-    Asking,
-    SpeechRules,
-    Wanted,
-    transcribing,
-    windows_of,
-)
-from compiled_engine.features.speech.frontend.worker import RATE, SAMPLES
+from compiled_engine.features.speech.extras import FEATURES, extras_of
+from compiled_engine.features.speech.frontend import quiet_windows, timed_windows
+from compiled_engine.features.speech.frontend.audio import LONGEST_S, Samples, read_audio, samples_of
+from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
+from compiled_engine.features.speech.frontend.timed_windows import FRAMES_PER_SECOND, Features
+from compiled_engine.features.speech.frontend.transcription import Transcribing
+from compiled_engine.features.speech.frontend.worker import RATE, SAMPLES, SECONDS
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
 from compiled_engine.process.smallest_first import Stopped, never
+from compiled_engine.speech import NO_RULES
 
 if TYPE_CHECKING:
-    from compiled_engine.config import EngineConfig
+    from compiled_engine.config import EngineConfig, ModelConfig
     from compiled_engine.features.images.frontend.sources import MediaSource
     from compiled_engine.frontend.tokenizer import Tokenizer
     from compiled_engine.sampling.params import SamplingParams
-    from compiled_engine.speech import SpeechDescription
+    from compiled_engine.speech import SpeechConfig
 
 DATA, AUDIO = "multi_modal_data", "audio"
-FRAMES_PER_SECOND = 100  # of features
-LONGEST_S = 2 * 3600  # of audio to transcribe
+# Settings of a worker for audio that is to be transcribed: it answers with samples, or with the features of all.
+WHOLE_FILE, WHOLE_FEATURES = ({"most_seconds": LONGEST_S, "answer": name} for name in (SAMPLES, FEATURES))
 
 
 class ExtractorFiles(NamedTuple):
@@ -64,20 +64,19 @@ class ExtractorFiles(NamedTuple):
 class SpeechRequests(RequestFeature):
     """Turns the audio of prompts into features, and long audio into prompts.
 
-    processing, speech: None for a model that takes no audio. folder: the checkpoint's. tokenizer: None if prompts are
-    token ids. longest: most tokens of a prompt and its completion.
+    processing, model, config: None for a model that takes no audio. tokenizer: None if prompts are token ids.
     """
 
     def __init__(
         self,
         processing: MediaProcessing | None,
-        speech: SpeechDescription | None = None,
-        folder: Path | None = None,
+        model: ModelConfig | None = None,
+        config: SpeechConfig | None = None,
         tokenizer: Tokenizer | None = None,
-        longest: int = 0,
     ) -> None:
-        self.processing, self.speech = processing, speech
-        self._folder, self._tokenizer, self._longest = folder, tokenizer, longest
+        self.processing, self._tokenizer = processing, tokenizer
+        self._rules = None if config is None else config.rules
+        self._speech, self._vocab_size = (None, 0) if model is None else (model.speech, model.vocab_size)
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> SpeechRequests:
@@ -88,50 +87,77 @@ class SpeechRequests(RequestFeature):
         files = ExtractorFiles(str(model.path), str(model.dtype).removeprefix("torch."))
         processing = MediaProcessing(files, config.speech.num_workers, config.speech.cache_bytes)
         processing.start()
-        return cls(processing, model.speech, model.path, tokenizer, model.max_model_len)
+        return cls(processing, model, config.speech, tokenizer)
 
     def transcribing(
         self,
         audio: Any,
-        language: str | None,
-        task: str,
-        prompt: str | None,
-        temperature: float | Sequence[float] | None,
-    ) -> Asking:
-        """Return the work of a transcription, see Asking. For the arguments see `LLM.transcribe`.
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str | None = None,
+        temperature: float | Sequence[float] | None = None,
+        *,
+        timestamps: bool = False,
+    ) -> Transcribing:
+        """Return the work of a transcription. For the arguments see `LLM.transcribe`.
 
-        Raises TypeError, ValueError or OSError with the argument, its value and what is allowed.
+        Waits for a file to be decoded, and with timestamps for the features of the whole audio. Raises TypeError,
+        ValueError or OSError with the argument, its value and what is allowed.
         """
-        if self.speech is None or self._folder is None:
+        if self._speech is None:
             raise ValueError("audio is given, but the model takes none; allowed: a speech model, such as Whisper")
         if (tokenizer := self._tokenizer) is None:
             raise ValueError("transcription needs a tokenizer, and the checkpoint has none")
-        rules = SpeechRules.read(self._folder, self._longest)
+        if (rules := self._rules) is None:
+            raise ValueError(NO_RULES)
         context = tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False) if prompt else ()
-        wanted = Wanted.checked(rules, language, task, context, temperature)
-        samples_N, rate = self._samples(read_audio(AUDIO, audio))
-        windows = windows_of(samples_N, rate, self.speech.num_frames / FRAMES_PER_SECOND)
+        wanted = Wanted.checked(rules, self._vocab_size, language, task, context, temperature, timestamps)
         special = tokenizer.special_ids
 
-        def decode(token_ids: Sequence[int]) -> str:
+        def text_of(token_ids: Sequence[int]) -> str:
             return tokenizer.decode([token for token in token_ids if token not in special])
 
-        return transcribing(rules, wanted, windows, decode)
+        decoder, source = WindowDecoder(rules, wanted, text_of), read_audio(AUDIO, audio)
+        if timestamps:
+            return timed_windows.transcribing(decoder, self._features(source), self._speech.num_frames)
+        seconds = self._speech.num_frames / FRAMES_PER_SECOND
+        return quiet_windows.transcribing(decoder, quiet_windows.windows_of(*self._samples(source), seconds))
 
     def _samples(self, source: MediaSource) -> tuple[Samples, int]:
         """Return samples and their rate; a file is decoded in a worker process. Raises ValueError."""
         if source.kind == "file":
-            assert self.processing is not None
-            running = self.processing.submit(source, {"most_seconds": LONGEST_S})
-            try:
-                found = self.processing.result(running, never).inputs
-            except ValueError as error:
-                raise ValueError(f"{AUDIO}: {error}") from None
-            return found[SAMPLES].tensor().numpy(), int(found[RATE].tensor())
-        samples_N, rate = np.frombuffer(source.data, dtype=np.float32), int(source.mode)
-        if len(samples_N) > LONGEST_S * rate:
-            raise ValueError(f"audio has {len(samples_N) / rate:.0f} s; allowed: at most {LONGEST_S}")
-        return samples_N, rate
+            found = self._processed(source, WHOLE_FILE)
+            return found.inputs[SAMPLES].tensor().numpy(), int(found.inputs[RATE].tensor())
+        return samples_of(source), int(source.mode)
+
+    def _features(self, source: MediaSource) -> Features:
+        """Return the features of the whole audio, computed in a worker process. Raises ValueError."""
+        assert self._speech is not None
+        whole = self._processed(source, WHOLE_FEATURES)
+        features_MF, seconds = whole.inputs[FEATURES].tensor(), float(whole.inputs[SECONDS].tensor())
+        num_frames, window = features_MF.shape[1], self._speech.num_frames
+
+        def cut(first: int) -> PromptAudio:
+            def load(is_stopped: Stopped) -> ProcessedMedia:
+                cut_MF = features_MF[:, first : first + window]
+                padded_MF = torch.nn.functional.pad(cut_MF, (0, window - cut_MF.shape[1]))
+                key = hashlib.sha256(f"{whole.key} {first}".encode()).hexdigest()
+                return whole._replace(key=key, inputs={FEATURES: PlainTensor.of(padded_MF)})
+
+            return PromptAudio(load)
+
+        of_audio = min(num_frames, max(1, round(seconds * FRAMES_PER_SECOND)))
+        return Features(of_audio, num_frames, seconds, cut)
+
+    def _processed(self, source: MediaSource, settings: Mapping[str, Any]) -> ProcessedMedia:
+        """Return a worker's answer for audio that is to be transcribed. Raises ValueError."""
+        assert self.processing is not None
+        if source.kind != "file":
+            samples_of(source)
+        try:
+            return self.processing.result(self.processing.submit(source, settings), never)
+        except ValueError as error:
+            raise ValueError(f"{AUDIO}: {error}") from None
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
         if self.processing is None:
@@ -153,11 +179,23 @@ class SpeechRequests(RequestFeature):
                 raise ValueError(f"{name}['audio'] has {len(audio)} clips; allowed: one")
             (audio,) = audio
         assert self.processing is not None
-        assert self.speech is not None
         if self.processing.unusable:
             raise ValueError(f"{name} must have no audio: {self.processing.unusable}")
         name = f"{name}['audio']"
-        return PromptAudio(self.processing, self.speech, name, read_audio(name, audio))
+        return PromptAudio(partial(self._clip, name, read_audio(name, audio)))
+
+    def _clip(self, name: str, source: MediaSource, is_stopped: Stopped) -> ProcessedMedia:
+        """Return the features of a clip. Raises ValueError, beginning with the name."""
+        assert self.processing is not None
+        assert self._speech is not None
+        try:
+            clip = self.processing.result(self.processing.submit(source, {}), is_stopped)
+            found, wanted = tuple(clip.inputs[FEATURES].shape), (self._speech.num_mel_bins, self._speech.num_frames)
+            if found != wanted:
+                raise ValueError(f"the features have the shape {list(found)}; allowed for the model: {list(wanted)}")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return clip
 
     def metrics(self) -> dict[str, float]:
         return {} if self.processing is None else self.processing.metrics()
@@ -168,12 +206,13 @@ class SpeechRequests(RequestFeature):
 
 
 class PromptAudio(Attachment):
-    """The audio of a prompt. Its features are kept while its request runs, as the core may ask for them again."""
+    """The audio of a prompt. Its features are kept while its request runs, as the core may ask for them again.
 
-    def __init__(self, processing: MediaProcessing, speech: SpeechDescription, name: str, source: MediaSource) -> None:
-        self._processing, self._speech, self._name = processing, speech, name
-        self._source: MediaSource | None = source
-        self._clip: ProcessedMedia | None = None
+    load: returns them, and raises ValueError if there are none.
+    """
+
+    def __init__(self, load: Callable[[Stopped], ProcessedMedia]) -> None:
+        self._load, self._clip = load, cast("ProcessedMedia | None", None)
 
     @property
     def is_ready(self) -> bool:
@@ -184,18 +223,8 @@ class PromptAudio(Attachment):
         return False
 
     def wait(self, is_stopped: Stopped = never) -> None:
-        if self._clip is not None:
-            return
-        assert self._source is not None
-        try:
-            clip = self._processing.result(self._processing.submit(self._source, {}), is_stopped)
-            found = tuple(clip.inputs["input_features"].shape)
-            wanted = self._speech.num_mel_bins, self._speech.num_frames
-            if found != wanted:
-                raise ValueError(f"the features have the shape {list(found)}; allowed for the model: {list(wanted)}")
-        except ValueError as error:
-            raise ValueError(f"{self._name}: {error}") from None
-        self._clip, self._source = clip, None
+        if self._clip is None:
+            self._clip = self._load(is_stopped)
 
     def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         return token_ids

@@ -15,6 +15,7 @@ import numpy as np
 
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.worker import bound_memory
+from compiled_engine.features.speech.extras import FEATURES
 from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
 # A worker that takes longer for a clip ends, and so does its clip.
 LONGEST_S = 60
 # Bytes that a worker may use after loading the extractor.
-MOST_BYTES = 4 << 30
-# Names of a file's samples and of their rate in an answer.
-SAMPLES, RATE = "samples", "rate"
+MOST_BYTES = 6 << 30  # the features of two hours take half of it
+# Names in an answer besides features: a file's samples, and their rate; the audio's length.
+SAMPLES, RATE, SECONDS = "samples", "rate", "seconds"
 
 
 def main() -> None:
     """Run the workers, see run_workers. Messages and answers are those of features/images/frontend/worker.py.
 
     The order is {"folder": the checkpoint's, "dtype": torch's name}. A message's kind is "file" or "samples"; these are
-    float32, and "mode" is their rate. With the setting "most_seconds", the answer has the samples of a file that is no
-    longer, and their rate; otherwise features. It replaces no placeholder.
+    float32, and "mode" is their rate. Without settings the answer has the features of a clip. With the setting
+    "most_seconds", the audio may have this length, and "answer" says what is returned: "samples" of a file with their
+    rate, or "input_features" of the whole audio with its length. It replaces no placeholder.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -69,11 +71,7 @@ def _extract_all(messages: Messages, answer: Answer, extractor: Any, dtype: str)
             continue
         signal.alarm(LONGEST_S)
         try:
-            if "most_seconds" in message["settings"]:
-                made = _samples(message)
-            else:
-                made = {"input_features": _features(message, extractor).to(getattr(torch, dtype))}
-            _answer_with(made, message, answer)
+            _answer_with(_made(message, extractor, getattr(torch, dtype)), message, answer)
         except OSError as error:
             answer({"error": f"the features of a clip cannot be written: {error.strerror}", "internal": True})
         except Exception as error:  # decoders and extractors raise many kinds
@@ -89,26 +87,24 @@ def _answer_with(made: Mapping[str, torch.Tensor], message: Mapping[str, Any], a
     answer({"token_ids": [], "placeholder": -1, "tensors": tensors})
 
 
-def _samples(message: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the samples of a file, and their rate."""
+def _made(message: dict[str, Any], extractor: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return what a message asks for, by name. Raises ValueError for audio that is too long."""
     import torch
 
-    samples_N, rate = decoded_audio(Path(message["input"]).read_bytes(), message["settings"]["most_seconds"])
-    return {SAMPLES: torch.from_numpy(samples_N), RATE: torch.tensor([rate])}
-
-
-def _features(message: dict[str, Any], extractor: Any) -> Any:
-    """Return the features of a clip, [mel bins, frames]. Raises ValueError for one that is longer than the model's."""
-    data, wanted = Path(message["input"]).read_bytes(), int(extractor.sampling_rate)
-    longest = extractor.n_samples / wanted
+    data, wanted, settings = Path(message["input"]).read_bytes(), int(extractor.sampling_rate), message["settings"]
+    longest = settings.get("most_seconds", extractor.n_samples / wanted)
     if message["kind"] == "file":
         samples_N, rate = decoded_audio(data, longest)
     else:
         samples_N, rate = np.frombuffer(data, dtype=np.float32), int(message["mode"])
         if len(samples_N) > longest * rate:
             raise ValueError(f"the audio has {len(samples_N) / rate:.1f} s; allowed: at most {longest:g}")
-    found = extractor(resampled(samples_N, rate, wanted), sampling_rate=wanted, return_tensors="pt")
-    return found["input_features"][0]
+    if settings.get("answer") == SAMPLES:
+        return {SAMPLES: torch.from_numpy(samples_N), RATE: torch.tensor([rate])}
+    # Silence is added to audio that is shorter than a clip. Longer audio is not cut.
+    found = extractor(resampled(samples_N, rate, wanted), sampling_rate=wanted, return_tensors="pt", truncation=False)
+    made = {FEATURES: found[FEATURES][0].to(dtype)}
+    return made | {SECONDS: torch.tensor([len(samples_N) / rate], dtype=torch.float64)} if settings else made
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""Reads the rules of a speech model for transcriptions from a checkpoint's generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from compiled_engine.speech import SpeechRules
+
+FILE = "generation_config.json"
+REQUIRED = ("decoder_start_token_id", "no_timestamps_token_id", "eos_token_id")
+
+
+def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
+    """Return the rules in a checkpoint's folder; None if the file or one of the required token ids is missing.
+
+    longest: most tokens of a prompt and its text that the engine takes.
+    """
+    path = folder / FILE
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not all(isinstance(values.get(name), int) for name in REQUIRED):
+        return None
+    languages = values.get("lang_to_id") or {}
+    return SpeechRules(
+        start=values["decoder_start_token_id"],
+        no_timestamps=values["no_timestamps_token_id"],
+        eos=values["eos_token_id"],
+        most_tokens=min(int(values.get("max_length") or longest), longest),
+        languages={name.strip("<|>"): token for name, token in languages.items()},
+        tasks=values.get("task_to_id") or {},
+        suppressed=tuple(values.get("suppress_tokens") or ()),
+        suppressed_first=tuple(values.get("begin_suppress_tokens") or ()),
+        before_context=values.get("prev_sot_token_id"),
+        latest_first=values.get("max_initial_timestamp_index"),
+    )
