@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 ARCHS = (80, 86, 89, 90, 100, 120)
 HOPPER, FIRST_WITH_FP8 = 90, 89
 PROGRAM = REPOSITORY / "tests" / "support" / "compile_for_cards.py"
-SAMPLE = "kernels/test_cards.py::test_some_kernels_of_a_start_fit_a_card"
 
 
 def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
@@ -42,7 +41,7 @@ def test_some_kernels_of_a_start_fit_a_card(request: pytest.FixtureRequest) -> N
     check(record)
 
 
-@pytest.mark.shown_by(SAMPLE)
+@pytest.mark.shown_by("kernels/test_cards.py::test_some_kernels_of_a_start_fit_a_card")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_kernels_of_all_starts_fit_the_card(arch: int) -> None:
     records = compiled(arch)
