@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import card_tables
 import family_tables
 import measured_tables
 import option_tables
@@ -33,7 +34,7 @@ import scaling_tables
 DOCS = Path(__file__).resolve().parent
 DOCUMENTS = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 MEASUREMENTS = DOCS / "measurements"
-TABLES = (measured_tables, scaling_tables, family_tables, option_tables)
+TABLES = (measured_tables, scaling_tables, family_tables, option_tables, card_tables)
 CURVES = "curves"
 ABLATIONS = ("ablation_qwen3-0.6b", "ablation_qwen3-8b")
 FIGURE = re.compile(r"(<!-- figure: (\S+) ([^>]+) (\S+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)

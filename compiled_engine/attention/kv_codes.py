@@ -7,6 +7,8 @@ FP8: values are divided by a scale that does not depend on the token, and rounde
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from compiled_engine.kv_format import (
@@ -19,6 +21,15 @@ from compiled_engine.kv_format import (
     head_dim_of,
     is_coded,
 )
+
+# The first compute capability that converts e4m3, so that kernels can read and write it.
+E4M3_CAPABILITY = (8, 9)
+
+
+@cache
+def kernels_convert(cache_dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels can convert the elements of a cache on a GPU. Where they cannot, torch's own ops do."""
+    return cache_dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
 
 
 def planes(kv_cache_N2PKd: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -55,6 +55,8 @@ def config(
     else:
         out = console()
         out.print(config_table(resolved))
+        if (note := profile_note(resolved)) is not None:
+            out.print(note)
         if shows_replicas:
             where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))
             out.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
@@ -88,6 +90,24 @@ def config_table(config: EngineConfig) -> Table:
         if name != "reasons":
             table.add_row(name, _shown(value), config.reasons.get(name, ""))
     return table
+
+
+def profile_note(config: EngineConfig) -> str | None:
+    """Return what follows if the GPU has no profile, and the command that measures one; None if it has a profile.
+
+    Returns None too for a CPU and without the compiler, which need none.
+    """
+    import torch
+
+    from compiled_engine.passes.framework.profile import profile_of
+
+    if config.device.type != "cuda" or not config.compile.enabled or profile_of(config.device) is not None:
+        return None
+    name = torch.cuda.get_device_name(config.device)
+    return (
+        f"{name} has no profile: all passes that apply run, and tile sizes follow rules. "
+        f"To measure one: compiled-engine tune --model {config.model.path}"
+    )
 
 
 def _shown(value: Any) -> str:

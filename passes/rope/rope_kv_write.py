@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from compiled_engine.attention.inputs import Rotation
+from compiled_engine.attention.kv_codes import kernels_convert
 from compiled_engine.attention.op import ROTATION, write_kv
 from compiled_engine.kv_format import head_dim_of, is_coded
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
@@ -82,9 +83,10 @@ def rope_kv_write(
 
     k and v of a token are stored at the token's slot; those of a token with slot -1 are not stored. q, k and v may be
     views of one tensor, with any strides from token to token and head to head. kv_scales_2K: see Scoring. rotation: the
-    fields of Rotation. The compiled forward calls this function directly, without torch's dispatcher.
+    fields of Rotation. The compiled forward calls this function directly, without torch's dispatcher. On a CPU, and for
+    a cache that kernels of the GPU cannot convert, plain torch does all of this.
     """
-    if q_THd.is_cuda:
+    if q_THd.is_cuda and kernels_convert(kv_cache_N2PKd.dtype, q_THd.device):
         return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, *rotation)
     rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *rotation)
     write_kv(rotated_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, "torch")

@@ -25,7 +25,7 @@ from test_attention import LIMITS
 
 from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
 from compiled_engine.attention.case import AttentionCase, KVFormat
-from compiled_engine.attention.kv_codes import decode, encode, planes
+from compiled_engine.attention.kv_codes import decode, encode, kernels_convert, planes
 from compiled_engine.engine.cache_memory import block_bytes, size_cache
 from compiled_engine.kv_format import CODED, FP8, FP8_LARGEST, INT8, cache_dtype, head_dim_of
 from compiled_engine.options import EngineOptions
@@ -42,6 +42,16 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     heads = torch.randn(shape, generator=generator) * sizes
     heads.view(-1, shape[-1])[0] = 0
     return heads
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_torch_converts_e4m3_for_gpus_that_cannot(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 8.9, no kernel may read or write an FP8 cache; other caches, all GPUs convert."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    converts = kernels_convert.__wrapped__
+    gpu = torch.device("cuda", 0)
+    assert converts(E4M3, gpu) == (capability >= (8, 9))
+    assert all(converts(dtype, gpu) for dtype in (BYTES, torch.bfloat16, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

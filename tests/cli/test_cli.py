@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from telling_program import TELLS_HOW_IT_ENDS
 from typer.testing import CliRunner
@@ -19,8 +20,10 @@ from typer.testing import CliRunner
 import compiled_engine
 from compiled_engine.cli.app import app
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS
+from compiled_engine.cli.config import profile_note
 from compiled_engine.cli.errors import OneLineErrors, bad_input_is_reported
 from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,6 +154,20 @@ def test_config_shows_values_that_are_lists() -> None:
     result = run("config", "--device", "cpu", "--compile-range", "64", "--compile-range", "128")
     assert result.exit_code == 0, result.stderr
     assert "[1, 64], [65, 128]" in result.stdout
+
+
+def test_config_says_that_a_gpu_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(EngineOptions(device="cpu"))
+    on_gpu = replace(config, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    note = profile_note(on_gpu)
+    assert note is not None
+    assert note.startswith("NVIDIA A10 has no profile")
+    assert note.endswith(f"compiled-engine tune --model {config.model.path}")
+    assert profile_note(config) is None
+    assert profile_note(replace(on_gpu, compile=replace(config.compile, enabled=False))) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert profile_note(on_gpu) is None
 
 
 def test_config_as_json() -> None:

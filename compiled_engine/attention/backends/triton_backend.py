@@ -40,6 +40,7 @@ from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, KVFormat, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.kv_codes import kernels_convert
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
 from compiled_engine.kv_format import holds_latents, is_coded
 
@@ -49,8 +50,6 @@ BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 576
 MAX_GROUP = 32
-# GPUs that convert e4m3.
-FP8_CAPABILITY = (8, 9)
 DTYPES_INTERPRETED = (torch.float16, torch.float32)
 DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
@@ -77,9 +76,9 @@ class TritonBackend:
             require_sizes(case)
         else:
             cache = None if case.packed else case.require_paged()
-        if cache is not None and cache.dtype is torch.float8_e4m3fn and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability()
-            require(capability >= FP8_CAPABILITY, "kv_cache_dtype", cache.dtype, "others below compute capability 8.9")
+        if cache is not None and torch.cuda.is_available():
+            converts = kernels_convert(cache.dtype, torch.device("cuda", torch.cuda.current_device()))
+            require(converts, "kv_cache_dtype", cache.dtype, "others below compute capability 8.9")
         # Triton's interpreter multiplies matrices of bfloat16 wrongly.
         dtypes = DTYPES if case.device == "cuda" else DTYPES_INTERPRETED
         require(case.dtype in dtypes, "dtype", case.dtype, names_of(dtypes))
