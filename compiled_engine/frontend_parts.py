@@ -74,9 +74,10 @@ class FrontendParts:
         for index, attachment in enumerate(attached):
             if attachment is None:
                 makers[index] = partial(_same, makers[index]())
-        order: Sequence[int] = range(len(prompts))
+        priorities: Sequence[int] = [0] * len(prompts)
         if self.limits.has_priorities and isinstance(priority, list | tuple):
-            order = sorted(order, key=priority.__getitem__)
+            priorities = priority
+        order = sorted(range(len(prompts)), key=lambda index: priorities[index])
         running = self.config.scheduler.max_num_seqs * self.config.parallel.data_parallel_size
         return Arrivals(attached, [partial(request_of, make) for make in makers], order, running)
 
