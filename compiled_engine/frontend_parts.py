@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.pooling.frontend.processor import PoolingProcessor, make_pooling_processor
 from compiled_engine.features.request_registry import RequestFeatures, request_features
+from compiled_engine.frontend.attachments import Arrivals
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt
@@ -45,6 +47,39 @@ class FrontendParts:
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self.inputs.process(prompts, params, priority, attached=attached, **given)
+
+    def arrivals(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        made: Callable[[Sequence[PreparedRequest]], None],
+        **given: Any,
+    ) -> Arrivals | None:
+        """Return the requests of prompts of which some have data; None if no prompt has data.
+
+        Prompts without data, and all that does not depend on data, are checked here. made: is called with each request
+        before it is returned. Raises as `completions` does.
+        """
+        if not (attached := self.attach(prompts)):
+            return None
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        makers = self.inputs.makers(prompts, params, priority, attached=attached, **given)
+
+        def request_of(make: Callable[[], PreparedRequest]) -> PreparedRequest:
+            request = make()
+            made([request])
+            return request
+
+        for index, attachment in enumerate(attached):
+            if attachment is None:
+                makers[index] = partial(_same, makers[index]())
+        priorities: Sequence[int] = [0] * len(prompts)
+        if self.limits.has_priorities and isinstance(priority, list | tuple):
+            priorities = priority
+        order = sorted(range(len(prompts)), key=lambda index: priorities[index])
+        running = self.config.scheduler.max_num_seqs * self.config.parallel.data_parallel_size
+        return Arrivals(attached, [partial(request_of, make) for make in makers], order, running)
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
         """Return what features attach to the data of each prompt; () if no prompt has data.
@@ -82,6 +117,10 @@ class FrontendParts:
             raise ValueError(
                 "the model pools, and generates no text; allowed: runner='generate', if its checkpoint can"
             )
+
+
+def _same(request: PreparedRequest) -> PreparedRequest:
+    return request
 
 
 def make_frontend(

@@ -13,7 +13,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.weight_updates.frontend import update_calls
-from compiled_engine.frontend.attachments import wait_for_all
+from compiled_engine.frontend.attachments import Arrivals
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
@@ -94,7 +94,8 @@ class LLM:
             "priority".
         lora_request: an adapter for all prompts, or an adapter or None for each; requires enable_lora.
 
-        Raises TypeError or ValueError for bad input, before anything is scheduled.
+        Raises TypeError or ValueError for bad input, before anything is scheduled. Images are processed while earlier
+        prompts run; an image that cannot be used ends the call when its prompt's turn comes.
         """
         refuse_arguments("generate", others)
         self._require_generating()
@@ -448,16 +449,28 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         with no_full_gc():
-            requests = self._prepare(prompts, sampling_params, priority, lora_request, use_tqdm)
-            return self._finished("generate", requests, use_tqdm)
+            arrivals = self._frontend.arrivals(
+                prompts, sampling_params, priority, self._ready_core, lora_request=lora_request
+            )
+            if arrivals is None:
+                requests = self._prepare(prompts, sampling_params, priority, lora_request)
+                return self._finished("generate", requests, use_tqdm)
+            with closing(arrivals):
+                return self._finished("generate", (), use_tqdm, arrivals=arrivals)
 
     def _finished(
-        self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool, patience_s: float = 0.0
+        self,
+        stage: str,
+        requests: Sequence[PreparedRequest],
+        use_tqdm: bool,
+        patience_s: float = 0.0,
+        arrivals: Arrivals | None = None,
     ) -> list[Any]:
-        """Run requests. Returns their outputs in the order of the requests.
+        """Run requests, or those of `arrivals`. Returns their outputs in the order of the requests.
 
         `stage` names this work in progress reports. See Progress for `patience_s`.
         """
+        total = len(requests) if arrivals is None else len(arrivals)
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         has_drafts, num_drafts, num_accepted = self._frontend.config.max_new_tokens_per_step > 1, 0, 0
@@ -467,9 +480,9 @@ class LLM:
 
         with (
             progress.stage(
-                stage, total=len(requests), note=acceptance if has_drafts else None, patience_s=patience_s
+                stage, total=total, note=acceptance if has_drafts else None, patience_s=patience_s
             ) as advance,
-            closing(self._loop.run(requests)) as outputs,
+            closing(self._loop.run(requests, arrivals=arrivals)) as outputs,
         ):
             for output in outputs:
                 finished[output.request_id] = output
@@ -477,7 +490,8 @@ class LLM:
                     num_drafts += output.metrics.num_drafts
                     num_accepted += output.metrics.num_accepted_tokens
                 advance(1)
-        return [finished[request.request_id] for request in requests]
+        ids = [request.request_id for request in requests] if arrivals is None else arrivals.request_ids
+        return [finished[request_id] for request_id in ids]
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
         """Run pooling requests. Returns them in their order when all have ended."""
@@ -498,13 +512,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        use_tqdm: bool = False,
     ) -> list[PreparedRequest]:
-        attached = self._frontend.attach(prompts)
-        wait_for_all(attached, self._progress if use_tqdm else SilentProgress())
-        requests = self._frontend.completions(
-            prompts, sampling_params, priority, attached=attached, lora_request=lora_request
-        )
+        requests = self._frontend.completions(prompts, sampling_params, priority, lora_request=lora_request)
         self._ready_core(requests)
         return requests
 

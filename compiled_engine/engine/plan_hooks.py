@@ -64,8 +64,11 @@ if TYPE_CHECKING:
     from compiled_engine.engine.request import Finish, Request
     from compiled_engine.engine.steps import StepBuilder, StepInFlight
 
-Stale = Literal["", "cached", "all"]
-"""Keys and values that must not be used again: none, those of the prefix cache, or those of running requests too."""
+Stale = Literal["", "cached", "all", "lost"]
+"""Keys and values that must not be used again: none, those of the prefix cache, or those of running requests too.
+
+Running requests that are paused may use stale ones further if the pause says so, but not lost ones.
+"""
 
 
 class PlanFeature:

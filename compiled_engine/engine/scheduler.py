@@ -511,11 +511,11 @@ class Scheduler:
         """Empty the prefix cache if a feature reports stale keys and values.
 
         Running requests then keep their blocks but add none to the prefix cache. If all keys and values are stale and
-        of_running is True, they are preempted instead, and computed again.
+        of_running is True, or if keys and values are lost, they are preempted instead, and computed again.
         """
         for takes_stale in self.hooks.takes_stale:
             if stale := takes_stale():
-                self.reset_prefix_cache(of_running=of_running and stale == "all")
+                self.reset_prefix_cache(of_running=stale == "lost" or (of_running and stale == "all"))
                 for request in self._requests.running:
                     self._kv_cache.keep_apart(request)
 

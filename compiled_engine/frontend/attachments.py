@@ -1,31 +1,75 @@
-"""Waits for the data that comes with prompts, in threads: for all prompts of a call, or on an event loop."""
+"""Waits for the data that comes with prompts, in threads: on behalf of a call, or of an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.request_hooks import Attachment
-from compiled_engine.process.progress import Progress
 
 # Prompts whose data is awaited at once, in a call and on an event loop.
 OF_A_CALL, OF_A_LOOP = 16, 32
-# Seconds before a progress bar appears.
-PATIENCE_S = 0.5
 
 
-def wait_for_all(attached: Sequence[Attachment | None], progress: Progress) -> None:
-    """Wait until the data of all prompts is ready. Raises the first error of `Attachment.wait`."""
-    if not (waiting := [each for each in attached if each is not None]):
-        return
-    with (
-        progress.stage("prepare prompts", total=len(waiting), patience_s=PATIENCE_S) as advance,
-        ThreadPoolExecutor(OF_A_CALL) as threads,
-    ):
-        for _ in threads.map(lambda each: each.wait(), waiting):
-            advance(1)
+class Arrivals:
+    """The requests of a call, each made once the data of its prompt is ready.
+
+    Data is prepared while other requests run, for at most OF_A_CALL prompts besides `most_running` requests. So a call
+    with many images neither waits for all of them, nor holds all of them in memory.
+
+    attached: the attachment of each prompt, None for a prompt without data. makers: for each prompt, the function that
+    makes its request, called in the caller's thread. order: the prompts' indices, in the order of their arrival.
+    """
+
+    def __init__(
+        self,
+        attached: Sequence[Attachment | None],
+        makers: Sequence[Callable[[], PreparedRequest]],
+        order: Sequence[int],
+        most_running: int,
+    ) -> None:
+        self._prompts = dict(enumerate(zip(attached, makers, strict=True)))
+        self._left, self._begun = deque(order), deque[tuple[int, Future[None] | None]]()
+        self._most = most_running + OF_A_CALL
+        self._threads = ThreadPoolExecutor(OF_A_CALL, thread_name_prefix="arriving")
+        self._is_over = threading.Event()
+        self.request_ids = [""] * len(makers)  # of the requests that `take` has returned, by prompt
+
+    def __len__(self) -> int:
+        """Return the number of requests that `take` has not returned yet."""
+        return len(self._prompts)
+
+    def take(self, num_running: int) -> list[PreparedRequest]:
+        """Return the next requests whose data is ready. Waits for one if no request of the call runs.
+
+        num_running: requests of the call that run. Raises as `Attachment.wait` and the makers do.
+        """
+        while self._left and num_running + len(self._begun) < self._most:
+            index = self._left.popleft()
+            attachment, _ = self._prompts[index]
+            waiting = None if attachment is None else self._threads.submit(attachment.wait, self._is_over.is_set)
+            self._begun.append((index, waiting))
+        ready: list[PreparedRequest] = []
+        while self._begun:
+            index, waiting = self._begun[0]
+            if waiting is not None:
+                if (num_running or ready) and not waiting.done():
+                    break
+                waiting.result()
+            self._begun.popleft()
+            _, make = self._prompts.pop(index)
+            ready.append(make())
+            self.request_ids[index] = ready[-1].request_id
+        return ready
+
+    def close(self) -> None:
+        """Wait for no further data."""
+        self._is_over.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class AttachmentThreads:

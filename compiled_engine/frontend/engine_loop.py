@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from compiled_engine.engine.messages import ControlCall, EngineRequest, StepOutputs
 from compiled_engine.frontend.asked_data import AskedData
+from compiled_engine.frontend.attachments import Arrivals
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest, Running
@@ -97,10 +98,13 @@ class EngineLoop:
             self._data.close()
 
     def run(
-        self, requests: Sequence[PreparedRequest], *, partial: bool = False
+        self, requests: Sequence[PreparedRequest], *, partial: bool = False, arrivals: Arrivals | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Yield each request's output when it is finished; with `partial`, also whenever the output has grown."""
-        outputs = self._run(requests, partial)
+        """Yield each request's output when it is finished; with `partial`, also whenever the output has grown.
+
+        arrivals: requests that are added while others run, as they come. Raises their errors too.
+        """
+        outputs = self._run(requests, partial, arrivals)
         try:
             while True:
                 self._owner.require_here()
@@ -137,20 +141,25 @@ class EngineLoop:
         while self._abandoned:
             self._abandoned.pop().close()
 
-    def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[list[RequestOutput], None, None]:
+    def _run(
+        self, requests: Sequence[PreparedRequest], partial: bool, arrivals: Arrivals | None
+    ) -> Generator[list[RequestOutput], None, None]:
         """Yield lists of outputs, one for each step that has any."""
         running: dict[str, Running] = {}
         added: set[str] = set()
         try:
-            for first in range(0, len(requests), AT_A_TIME):
-                self._require_open()
-                with deferred_interrupt():
-                    for request in requests[first : first + AT_A_TIME]:
-                        running[request.request_id] = self._outputs.add(request, partial=partial)
-                        for engine_request in request.engine_requests:
-                            self._core.add(engine_request, request.given)
-                            added.add(engine_request.request_id)
-            while running:
+            while running or requests or arrivals:
+                for first in range(0, len(requests), AT_A_TIME):
+                    self._require_open()
+                    with deferred_interrupt():
+                        for request in requests[first : first + AT_A_TIME]:
+                            running[request.request_id] = self._outputs.add(request, partial=partial)
+                            for engine_request in request.engine_requests:
+                                self._core.add(engine_request, request.given)
+                                added.add(engine_request.request_id)
+                requests = ()
+                if arrivals and (requests := arrivals.take(len(running))):
+                    continue
                 changed = [request_id for request_id in self._changed if request_id in running]
                 if not changed:
                     self._step()

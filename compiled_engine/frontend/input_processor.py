@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import Any
 
 from compiled_engine.engine.messages import EngineRequest, RequestLimits, prefix_root
@@ -66,20 +67,35 @@ class InputProcessor:
         """Return a request for each prompt.
 
         Parameters and priorities apply to all prompts, or are lists with one entry for each. `attached` has the
-        prompts' attachments, whose data is ready; with (), this method makes them and waits. `given` has the arguments
-        that only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what
-        is allowed.
+        prompts' attachments; with (), this method makes them. It waits for their data. `given` has the arguments that
+        only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what is
+        allowed.
+        """
+        attached = attached or attach_all(self.features, prompts)
+        makers = self.makers(prompts, sampling_params, priority, attached=attached, **given)
+        for each in filter(None, attached):
+            each.wait()
+        return [make() for make in makers]
+
+    def makers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        priority: int | Sequence[int] | None = None,
+        *,
+        attached: Sequence[Attachment | None],
+        **given: Any,
+    ) -> list[Callable[[], PreparedRequest]]:
+        """Return a function for each prompt, which makes its request once the data of its attachment is ready.
+
+        Parameters, priorities and arguments of features are checked here; prompts and their data by the functions, with
+        the errors of `process`.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self.limits)
-        if not attached and (attached := attach_all(self.features, prompts)):
-            for each in filter(None, attached):
-                each.wait()
-        attached = attached or [None] * len(prompts)
-        encoded = [self._encode(*each) for each in zip(prompts, params, attached, strict=True)]
         parts = parts_of_all(self.features, params, given)
-        of_prompts = zip(prompts, encoded, params, priorities, parts, attached, strict=True)
-        return [self._prepare(*each) for each in of_prompts]
+        of_prompts = zip(prompts, params, priorities, parts, attached or [None] * len(prompts), strict=True)
+        return [partial(self._prepare, *each) for each in of_prompts]
 
     def tokens(self, prompt: Prompt, attachment: Attachment | None, params: SamplingParams) -> tuple[int, ...]:
         """Return a prompt's tokens, including those of its data, without truncation. The data must be ready.
@@ -152,12 +168,12 @@ class InputProcessor:
     def _prepare(
         self,
         prompt: Prompt,
-        token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
         part: RequestPart,
         attachment: Attachment | None,
     ) -> PreparedRequest:
+        token_ids = self._encode(prompt, params, attachment)
         if attachment is not None:
             part = joined((part, attachment.part(token_ids, params)))
         request_id = f"{self.id_prefix}{next(self._numbers)}"

@@ -40,7 +40,7 @@ class Sleep(PlanFeature):
         self._asleep = set(TAGS)
         if given_back := LEVELS[level]:
             self._call_ranks(ControlCall(f"{NAME}.give_back", {"tags": given_back}))
-            self._stale = "all"
+            self._stale = "lost"
         if WEIGHTS in given_back:
             self._updates.lose_weights("sleep(level=2) has dropped the weights; a whole update brings new ones")
 

@@ -14,6 +14,7 @@ from checkpoints import make_checkpoint
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
@@ -107,12 +108,16 @@ def test_level_two_needs_new_weights(llm: LLM, folder: Path) -> None:
     assert tokens(llm) == expected
 
 
-def test_a_stream_that_is_kept_continues_after_the_sleep(llm: LLM) -> None:
+@pytest.mark.parametrize("pauses_first", [False, True], ids=["LLM", "AsyncLLM"])
+def test_a_stream_that_is_kept_continues_after_the_sleep(llm: LLM, pauses_first: bool) -> None:
+    """Also after a pause that keeps keys and values, with which AsyncLLM begins to sleep."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (expected,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     stream = llm.stream(PROMPTS[0], params)
     for _ in range(5):
         next(stream)
+    if pauses_first:
+        llm.core.call(ControlCall("pause", {"mode": "keep", "clear_cache": False}))
     llm.sleep(1, mode="keep")
     llm.wake_up()
     (*_, last) = stream
