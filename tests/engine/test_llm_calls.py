@@ -183,7 +183,7 @@ def test_adapters_are_loaded_once_before_requests_run(made: Callable[..., LLM]) 
     calls: list[ControlCall] = []
     ran: list[Any] = []
 
-    def run(requests: Any, *, partial: bool = False) -> Iterator[Any]:
+    def run(requests: Any, *, partial: bool = False, arrivals: None = None) -> Iterator[Any]:
         ran.append((requests, partial))
         yield from (SimpleNamespace(request_id=each.request_id, metrics=None) for each in reversed(requests))
 
