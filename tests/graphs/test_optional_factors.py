@@ -22,10 +22,11 @@ from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
-from compiled_engine.speech import SpeechConfig, SpeechDescription
+from compiled_engine.speech import SpeechConfig, SpeechDescription, SpeechRules
 from compiled_engine.vision import VisionDescription
 
 ENVIRONMENT = Environment({}, {}, {}, {}, {}, {})
+SPEECH_RULES = SpeechRules(1, 9, 2, 448, {"en": 3}, {"transcribe": 4}, (5,), (6,), 7, 50)
 # What a model or an engine may have, with another value for each field: first those that shape a graph.
 OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.quantisation": (
@@ -94,7 +95,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "speech": (
         SpeechConfig(num_slots=4, step_clips=2, encoder_backend="torch", num_workers=1, cache_bytes=0),
         {"num_slots": 5, "step_clips": 1, "encoder_backend": "cpp"},
-        {"num_workers": 2, "cache_bytes": 9},
+        {"num_workers": 2, "cache_bytes": 9, "rules": SPEECH_RULES},
     ),
     "adapters": (
         AdapterConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=2),
