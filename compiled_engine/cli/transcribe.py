@@ -36,7 +36,7 @@ def transcribe(
     ] = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(help="From 0 to 2; repeat it for those of windows that failed. Default: 0 to 1 in steps of 0.2."),
+        typer.Option(min=0, max=2, help="Repeat it for those of windows that failed. Default: 0 to 1 in steps of 0.2."),
     ] = None,
     output_format: Annotated[str, typer.Option("--format", help="text, json, verbose_json, srt or vtt.")] = "text",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.speech import SpeechRules
 
 FILE = "generation_config.json"
@@ -14,10 +14,10 @@ REQUIRED = ("decoder_start_token_id", "no_timestamps_token_id", "eos_token_id")
 def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
     """Return the rules in a checkpoint's folder; None if the file or one of the required token ids is missing.
 
-    longest: most tokens of a prompt and its text that the engine takes.
+    longest: most tokens of a prompt and its text that the engine takes. Raises ValueError for a damaged file.
     """
     path = folder / FILE
-    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    values = JsonFields.from_file(path).values if path.is_file() else {}
     if not all(isinstance(values.get(name), int) for name in REQUIRED):
         return None
     languages = values.get("lang_to_id") or {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from compiled_engine.features.speech.frontend.audio import Samples
 from compiled_engine.features.speech.frontend.decoding import WindowDecoder
-from compiled_engine.features.speech.frontend.transcription import Decoding, Segment, Transcribing
+from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Decoding, Segment, Transcribing
 
 # A window ends at the quietest place of its last seconds: their number, at most this share of it, and a place's length.
 QUIET_S, QUIET_SHARE, PLACE_S = 2.0, 0.1, 0.05
@@ -47,7 +47,7 @@ def transcribing(decoder: WindowDecoder, windows: Sequence[Window]) -> Transcrib
 
     def part(window: Window, language: str) -> Decoding[Sequence[Segment]]:
         decoded = yield from decoder.window((window.samples_N, window.rate), language)
-        text, seek = decoder.text_of(decoded.token_ids), round(window.start * 100)
+        text, seek = decoder.text_of(decoded.token_ids), round(window.start * FRAMES_PER_SECOND)
         return (Segment(window.start, window.end, text, decoded.token_ids, *decoded[1:], seek=seek),)
 
     first = (windows[0].samples_N, windows[0].rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,8 @@ from compiled_engine.features.speech.extras import FEATURES, extras_of
 from compiled_engine.features.speech.frontend import quiet_windows, timed_windows
 from compiled_engine.features.speech.frontend.audio import LONGEST_S, Samples, read_audio, samples_of
 from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
-from compiled_engine.features.speech.frontend.timed_windows import FRAMES_PER_SECOND, Features
-from compiled_engine.features.speech.frontend.transcription import Transcribing
+from compiled_engine.features.speech.frontend.timed_windows import Features
+from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Transcribing
 from compiled_engine.features.speech.frontend.worker import RATE, SAMPLES, SECONDS
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
@@ -212,7 +212,8 @@ class PromptAudio(Attachment):
     """
 
     def __init__(self, load: Callable[[Stopped], ProcessedMedia]) -> None:
-        self._load, self._clip = load, cast("ProcessedMedia | None", None)
+        self._load = load
+        self._clip: ProcessedMedia | None = None
 
     @property
     def is_ready(self) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from compiled_engine.features.speech.frontend.decoding import WindowDecoder
-from compiled_engine.features.speech.frontend.transcription import Decoding, Segment, Transcribing
+from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Decoding, Segment, Transcribing
 
-FRAMES_PER_SECOND = 100  # of features
-FRAMES_PER_TIME = 2  # from one timestamp to the next, which is a position of the encoder
+FRAMES_PER_TIME = 2  # of features, from one timestamp to the next, which is a position of the encoder
 
 
 class TimedPart(NamedTuple):

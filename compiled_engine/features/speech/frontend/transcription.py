@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 
+FRAMES_PER_SECOND = 100  # of features
 Result = TypeVar("Result")
 
 
@@ -26,7 +27,7 @@ class Segment:
     text: str
     token_ids: tuple[int, ...]
     # Of the segment's window: the temperature at which it was decoded, the mean log-probability of its tokens, the end
-    # included, the bytes of its text to those of the compressed text, and its beginning in hundredths of a second.
+    # included, the bytes of its text to those of the compressed text, and its beginning in frames.
     temperature: float
     avg_logprob: float
     compression_ratio: float
