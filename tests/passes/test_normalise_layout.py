@@ -150,7 +150,7 @@ def test_copies_of_turned_heads_have_tokens_first() -> None:
 
 
 def test_parameters_with_leading_dimensions_of_one_bring_no_batch() -> None:
-    """As Falcon-H1's factors of a projection, [1, 1, D]; the turned value would be stored with heads apart by tokens."""
+    """As the factors of Falcon-H1's projection, [1, 1, D]."""
     inputs, table = random_tensors(x=(T, D)), random_tensors(factors=(1, 1, D))
 
     def function(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
