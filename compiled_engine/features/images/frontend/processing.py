@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -30,6 +31,7 @@ log = logging.getLogger("compiled_engine")
 WORKER = "compiled_engine.features.images.frontend.worker"
 NO_EXCHANGE = "{} cannot be exchanged with the processes that do the work"
 POLL_S = 0.05
+MOST_THREADS = 8  # of a process: an image of a million pixels keeps no more busy
 CLOSED = "the engine is closed, and processes no {}"
 
 
@@ -271,7 +273,7 @@ class MediaProcessing:
                 weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
             if self._pool is None:
                 self._pool = WorkerPool(self._files.worker, self._num_workers)
-                self._pool.begin(self._files.order())
+                self._pool.begin(self._files.order() | {"threads": threads_of_each(self._num_workers)})
                 weakref.finalize(self, unless_forked(self._pool.close))
             self._asking[self._pool] += 1
             return self._pool, self._folder
@@ -292,6 +294,12 @@ class MediaProcessing:
             if self._pool is pool:
                 return
         pool.close()
+
+
+def threads_of_each(num_workers: int) -> int:
+    """Return the number of threads with which each of these processes computes, so that together they use the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // num_workers))
 
 
 def missing_packages() -> tuple[str, ...]:
