@@ -340,7 +340,8 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back to the system until `wake_up`; requires enable_sleep_mode.
 
-        level: 1 for the KV cache; 2 also for the weights, after which `update_weights` must follow.
+        level: 1 for the KV cache, and weights on a GPU, which are kept in host memory; 2 for the KV cache and the
+            weights, after which `update_weights` must follow.
         mode: what becomes of open streams: "abort" ends them, "keep" has them computed again afterwards.
 
         Raises ControlError for another level or mode, or without enable_sleep_mode.

@@ -41,6 +41,7 @@ class WeightUpdates(PlanFeature):
         self._torn = ""  # why some weights are new and others old; "" if they belong together
         self._stale: Stale = ""
         self._lost = ""  # why there are no weights; "" if there are
+        self._held = ""  # why no update may be put into place; "" if it may
 
     def start_weight_update(self) -> None:
         """Begin an update. An unfinished earlier one is dropped, since its sender must have gone."""
@@ -76,10 +77,13 @@ class WeightUpdates(PlanFeature):
         tokens, with the new weights; otherwise they keep the keys and values of the old weights. Either way the prefix
         cache is emptied.
 
-        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised if
-        putting it into place fails; then no step runs until another update is finished.
+        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised while
+        the update is held back (`hold`), and if putting it into place fails; then no step runs until another update is
+        finished.
         """
         self._require_started()
+        if self._held:
+            raise ControlError(self._held)
         try:
             self._call(NAME, "check")
         except ControlError:
@@ -119,6 +123,10 @@ class WeightUpdates(PlanFeature):
     def lose_weights(self, why: str) -> None:
         """Hold all steps until an update is finished, for the reason `why`."""
         self._lost = why
+
+    def hold(self, why: str) -> None:
+        """Let no update be put into place, for the reason `why`; "" lifts this."""
+        self._held = why
 
     def holds_steps(self) -> str:
         return self._torn or self._lost
