@@ -311,8 +311,9 @@ class LLM:
     def update_weights(self, weights: WeightSource, *, version: str | None = None, recompute: bool = True) -> None:
         """Replace the weights in place, between two steps; nothing is compiled or captured again.
 
-        weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, or (name, tensor) pairs.
-            They are the whole checkpoint, but between `start_weight_update` and `finish_weight_update` a part of it.
+        weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, (name, tensor) pairs, or
+            SharedTensors of another process. They are the whole checkpoint, but between `start_weight_update` and
+            `finish_weight_update` a part of it.
         version, recompute: see `finish_weight_update`.
 
         Raises TypeError or ControlError for weights that do not fit; the old ones then stay.

@@ -189,7 +189,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    features.append(StepWeightUpdates(parts.weights, rank, config.parallel.devices_per_replica, others))
+    num_ranks = config.parallel.devices_per_replica
+    features.append(StepWeightUpdates(parts.weights, config.device, rank, num_ranks, others))
     if config.sleeps:
         features.append(step_sleep(parts, asleep))
     return RunnerFeatures(features, tail, advance)

@@ -28,6 +28,7 @@ class WeightUpdates(PlanFeature):
         "receive_weights",
         "connect_weight_sender",
         "receive_weight_broadcast",
+        "receive_shared_weights",
         "finish_weight_update",
         "cancel_weight_update",
         "weight_update_state",
@@ -58,7 +59,7 @@ class WeightUpdates(PlanFeature):
         return self._num_received
 
     def connect_weight_sender(self, **arguments: Any) -> None:
-        """Have all ranks join a trainer's process group. arguments, errors: see StepWeightUpdates.connect."""
+        """Have all ranks join a trainer's group. arguments, errors: see StepWeightUpdates.connect."""
         self._call(NAME, "connect", **arguments)
 
     def receive_weight_broadcast(self, **arguments: Any) -> int:
@@ -68,6 +69,15 @@ class WeightUpdates(PlanFeature):
         """
         self._require_started()
         self._num_received = self._call(NAME, "take_broadcast", **arguments)[0]
+        return self._num_received
+
+    def receive_shared_weights(self, **arguments: Any) -> int:
+        """Add tensors in memory that the trainer shares to the update; return how many it has.
+
+        arguments, errors: see StepWeightUpdates.take_shared. Raises ControlError if no update is under way.
+        """
+        self._require_started()
+        self._num_received = self._call(NAME, "take_shared", **arguments)[0]
         return self._num_received
 
     def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:
