@@ -43,6 +43,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def free() -> int:
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

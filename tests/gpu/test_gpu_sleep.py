@@ -70,6 +70,7 @@ def bits(llm: LLM) -> list[Any]:
 
 def free() -> int:
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
