@@ -218,7 +218,7 @@ class EngineOptions:
         False,
         SWITCH,
         "let the engine [sleep](rollouts.md#sleep): give back the memory of its KV cache and its weights for a while",
-        "on a CPU",
+        "a GPU needs the package `cuda-bindings`, which comes with PyTorch",
     )
     enable_lora: bool = declare(False, SWITCH, "let each request have a [LoRA adapter](adapters.md) of its own")
     max_loras: int = declare(1, integer(most=256), "adapters that a step may have, each in a slot on the device")

@@ -23,6 +23,7 @@ from compiled_engine.config import (
     SpeculationConfig,
     json_value,
 )
+from compiled_engine.features.sleep.mapped_memory import PACKAGE, has_driver_functions
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
 from compiled_engine.models.checkpoint.build_model import build_tensors
@@ -80,7 +81,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     model = _model(options, device, reasons, progress)
     parallel = resolve_parallel(options, model, device, reasons)
     if device.type != "cpu":
-        require_defaults(options, f"device is {str(device)!r}", "enable_sleep_mode", allowed="or device 'cpu'")
+        _require_driver_functions(options)
     compiled, graphed = _mode(options, device, reasons)
     if not compiled:
         reason = "mode is 'eager': stages are parts of the compiled model"
@@ -147,6 +148,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     )
     config = replace(config, speculation=resolve_speculation(options, config, progress))
     return replace(config, cache=resolve_host_blocks(options, config))
+
+
+def _require_driver_functions(options: EngineOptions) -> None:
+    if options.enable_sleep_mode and not has_driver_functions():
+        reason = f"memory of a GPU is mapped by the Python package {PACKAGE}, which is not installed"
+        require_defaults(options, reason, "enable_sleep_mode", allowed=f"or {PACKAGE}, or device 'cpu'")
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
