@@ -184,9 +184,9 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield groups of derived parameters whose inputs take at most STAGED_BYTES, or groups of one parameter.
+    """Yield the derived parameters in groups whose inputs take at most STAGED_BYTES together.
 
-    Parameters with the same inputs are neighbours.
+    A parameter with larger inputs is a group of its own. Parameters with the same inputs are neighbours.
     """
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):

@@ -99,7 +99,7 @@ class Tower:
         return list(self._weights.stored.filled())
 
     def largest(self) -> list[Image]:
-        """Return images as large as those of a call may be."""
+        """Return the largest images that a call may have."""
         return list(largest_images(self.description, self.most_embeddings))
 
     def num_embeddings(self, image: Image) -> int:

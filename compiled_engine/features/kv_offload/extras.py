@@ -11,7 +11,7 @@ SAVE, LOAD, ARRIVED, OPEN_FILES = "save", "load", "arrived", "open_files"
 
 
 class Arrived(NamedTuple):
-    """What has ended on a rank since it was asked last."""
+    """The loads and the writes of files that a rank has finished since the last call of `arrived`."""
 
     loads: list[tuple[int, list[int]]]  # number of a load, and slots whose files could not be read
     written: list[tuple[str, bool]]  # name of a block's file, and whether it is there

@@ -67,7 +67,7 @@ class Load:
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots. call_ranks is Executor.call. A BlockWatcher.
+    """Plans the copies of an engine with `num_slots` slots, as a BlockWatcher. call_ranks: Executor.call.
 
     files: of blocks outside host memory; None: there are none. longest_prefix: returns the tokens of a request's prefix
     that other resources than blocks have, given their most (FindableResource.longest_prefix); None: all.
@@ -106,7 +106,7 @@ class HostBlocks(PlanFeature):
         self._counts = dict.fromkeys(COUNTERS, 0)
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Watch the group: there is one at most. Requests hold no slots."""
+        """Watch the group of blocks, of which there is at most one. Requests hold no slots: return no resource."""
         for group in groups:
             self._group = group
             group.watch(self)
@@ -273,7 +273,7 @@ class HostBlocks(PlanFeature):
         return any_arrived
 
     def _look(self) -> None:
-        """Ask the ranks what has ended."""
+        """Process the loads and writes that the ranks have finished."""
         for arrived in (ranks := self._tell(ARRIVED)):
             loads, written = arrived
             for number, failed in loads:

@@ -66,7 +66,7 @@ class StepHostBlocks(StepFeature):
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def start_up(self, progress: Progress) -> int:
-        """Allocate the staging buffer, before the KV cache takes what is left of the device's memory."""
+        """Allocate the staging buffer, before the KV cache takes the rest of the device's memory."""
         row_bytes = sum(cache[0].nbytes for cache in self._distinct())
         rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
@@ -144,7 +144,7 @@ class StepHostBlocks(StepFeature):
                 load.copies = self._launch(self._copy_in, slots, blocks)
 
     def arrived(self) -> Arrived:
-        """Return what has ended since the last call."""
+        """Return the loads and the writes of files that have finished since the last call."""
         self._launch_loads()
         ended = [load for load in self._loads if load.copies is not None and _has_ended(load.copies)]
         self._loads = [load for load in self._loads if load not in ended]

@@ -48,7 +48,7 @@ class Processor(Protocol):
 
     @property
     def many(self) -> str:
-        """The name of several of them."""
+        """The plural of `one`."""
 
     @property
     def dtype(self) -> str:
@@ -168,7 +168,7 @@ class MediaProcessing:
         return running.result()
 
     def leave(self, running: Future[ProcessedMedia]) -> None:
-        """Note that a caller of `submit` waits for an image no longer. It never begins if no other caller does."""
+        """Note that a caller of `submit` no longer waits for an image. An image that no caller awaits is not begun."""
         with self._lock:
             if running in self._wanted:
                 self._wanted[running] -= 1
@@ -281,7 +281,7 @@ class MediaProcessing:
     def _end(self, pool: WorkerPool, *, has_ended: bool) -> None:
         """Note that an image is done. has_ended: a process of the pool has ended.
 
-        Other processes of such a pool finish what they do. The next image starts a new pool.
+        Other processes of that pool finish their images. The next image starts a new pool.
         """
         with self._lock:
             if has_ended and self._pool is pool:

@@ -90,7 +90,7 @@ def _answer_with(made: Mapping[str, torch.Tensor], message: Mapping[str, Any], a
 
 
 def _made(message: dict[str, Any], extractor: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return what a message asks for, by name. Raises ValueError for audio that is too long."""
+    """Return the tensors that a message asks for, by name, see `main`. Raises ValueError for audio that is too long."""
     import torch
 
     data, wanted, settings = Path(message["input"]).read_bytes(), int(extractor.sampling_rate), message["settings"]
