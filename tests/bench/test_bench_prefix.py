@@ -37,3 +37,32 @@ def test_the_table_and_what_is_missing() -> None:
     run = CliRunner().invoke(app, COMMAND.split())
     assert run.exit_code != 0
     assert "kv_offloading_size is None; allowed" in run.output
+
+
+TRAFFIC = "bench prefix --traffic --device cpu --mode eager --max-model-len 512 --num-blocks 60 --block-size 16"
+TRAFFIC += " --prefix-len 400 --max-num-seqs 2 --requests 24 --clients 2 --kv-offloading-size 0.004"
+
+
+def test_traffic_finds_in_tiers_what_the_kv_cache_has_lost(tmp_path: Path) -> None:
+    run = CliRunner().invoke(app, [*TRAFFIC.split(), "--kv-offloading-folder", str(tmp_path), "--json"])
+    assert run.exit_code == 0, run.output
+    result = json.loads(run.stdout)
+    without, with_tiers = result["engines"]["without_tiers"], result["engines"]["with_tiers"]
+    assert result["documents"] == 5 * 60 * 16 // 400
+    assert without["hit_rate"]["host"] == without["hit_rate"]["files"] == 0
+    assert without["hit_rate"]["all"] < with_tiers["hit_rate"]["all"] <= result["repeated"]
+    for engine in (without, with_tiers):
+        rates = engine["hit_rate"]
+        assert rates["all"] == pytest.approx(rates["device"] + rates["host"] + rates["files"])
+        assert 0 < engine["ttft_ms"]["p50"] <= engine["ttft_ms"]["p99"]
+    assert with_tiers["hit_rate"]["files"] > 0
+
+
+def test_the_table_of_traffic_and_a_cache_that_is_too_small() -> None:
+    run = CliRunner().invoke(app, [*TRAFFIC.split(), "--requests", "4"])
+    assert run.exit_code == 0, run.output
+    for words in ("4 requests about 12 documents of 400 tokens", "hit rate, host", "TTFT p99, ms", "of an earlier"):
+        assert words in run.output
+    run = CliRunner().invoke(app, [*TRAFFIC.split(), "--num-blocks", "20"])
+    assert run.exit_code != 0
+    assert "the KV cache holds 320 tokens; allowed: at least 448" in run.output
