@@ -194,6 +194,11 @@ class EngineOptions:
         "after biases, penalties, temperature and filters, `processed_logprobs`",
         "those of prompts are always the model's",
     )
+    batch_invariant: bool = declare(
+        False,
+        SWITCH,
+        "give a request [the same bits](rollouts.md#batch-invariance) whatever shares its steps",
+    )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(
         "auto",
