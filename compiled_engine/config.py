@@ -301,6 +301,7 @@ class BlockFilesConfig:
     folder: Path  # of this model, below the user's, see resolve/host_blocks.py
     limit: int  # blocks with files, for each replica
     most_bytes: int  # files of all models below the user's folder
+    state_weight: int = 1  # blocks that the file of a snapshot of recurrent states counts as
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ class CacheConfig:
     enable_prefix_caching: bool
     kv_dtype: str = AUTO  # auto: the model's dtype; or the name of an 8-bit format, see kv_format
     host_blocks: int = 0  # blocks of the prefix cache that host memory has room for
+    host_states: int = 0  # snapshots of recurrent states that host memory has room for
     block_files: BlockFilesConfig | None = None  # None: blocks in host memory are not written to files
 
 

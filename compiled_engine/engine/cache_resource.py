@@ -69,6 +69,44 @@ class FindableResource(CacheResource, Protocol):
         ...
 
 
+class PlaceWatcher(Protocol):
+    """Watches which places of a FillableResource can be found, while steps are planned and processed."""
+
+    def place_taken(self, place: int, block_hash: bytes) -> None:
+        """Note a place whose contents the step being planned writes."""
+        ...
+
+    def place_evicted(self, place: int) -> None:
+        """Note a place that is given to another prefix."""
+        ...
+
+    def place_dropped(self, place: int) -> None:
+        """Note a place that cannot be found any more, since it was not written or all places were forgotten."""
+        ...
+
+
+class FillableResource(FindableResource, Protocol):
+    """A FindableResource with one place for a whole prefix, by the hash of the prefix's last block.
+
+    A feature may copy contents elsewhere, as the `watcher`, and back to places that it holds meanwhile.
+    """
+
+    watcher: PlaceWatcher | None
+
+    def __contains__(self, block_hash: bytes) -> bool: ...
+
+    def begin_fill(self, block_hash: bytes) -> int | None:
+        """Hold a place that a prefix's contents are copied to, after the steps submitted so far.
+
+        Returns None if all places are held, or used by the step being planned.
+        """
+        ...
+
+    def end_fill(self, place: int, *, filled: bool) -> None:
+        """Make a place findable that has its contents now. It is free if it has none, or another one has the same."""
+        ...
+
+
 def check_holders(what: str, holding: Collection[Request], holders: Collection[Request]) -> None:
     """Raise RuntimeError unless the requests `holding` a resource are exactly `holders`, which should hold it.
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
+
+import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
-from compiled_engine.engine.request import Request
 from compiled_engine.engine.step_hooks import MakeFeatures, RunnerFeatures, RunnerParts, Tail
 from compiled_engine.engine.step_sampling import Advance, StepAdvance
 from compiled_engine.features.adapters import table as adapters
@@ -25,7 +26,9 @@ from compiled_engine.features.images.step_images import StepImagesOnDevice
 from compiled_engine.features.kv_events import plan as kv_events
 from compiled_engine.features.kv_events.plan import KVEvents
 from compiled_engine.features.kv_offload import plan as kv_offload
+from compiled_engine.features.kv_offload.extras import BLOCKS, STATES
 from compiled_engine.features.kv_offload.file_index import FileIndex
+from compiled_engine.features.kv_offload.host_rows import HostRows
 from compiled_engine.features.kv_offload.plan import HostBlocks
 from compiled_engine.features.kv_offload.step_host_blocks import StepHostBlocks
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -35,7 +38,7 @@ from compiled_engine.features.pooling.step_pooling import ByToken, StepPooling, 
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
-from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.recurrence.state_rows import StateRows, snapshot_rows
 from compiled_engine.features.sleep.plan import Sleep
 from compiled_engine.features.sleep.step_sleep import LoseWeights, rank_memory, step_sleep
 from compiled_engine.features.speculation import draft_plan as drafts
@@ -85,12 +88,11 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
     if config.model.length_angles is not None:
         features.append(AnglesByLength(config.model.length_angles))
-    recurrences, longest_prefix = config.model.recurrences, None
+    recurrences, snapshots = config.model.recurrences, None
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(snapshots := StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
-        longest_prefix = snapshots.longest_prefix
     if config.cache.host_blocks:
-        features.append(_host_blocks(config, executor, longest_prefix))
+        features.append(_host_blocks(config, executor, snapshots))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -101,14 +103,12 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     return features
 
 
-def _host_blocks(
-    config: EngineConfig, executor: Executor, longest_prefix: Callable[[Request, int], int] | None
-) -> HostBlocks:
-    cache, files = config.cache, None
-    if cache.block_files is not None:
-        limit, num_ranks = cache.block_files.limit, config.parallel.devices_per_replica
-        files = FileIndex(cache.block_files.folder, limit, num_ranks, cache.block_files.most_bytes)
-    return HostBlocks(cache.host_blocks, executor.call, files, longest_prefix=longest_prefix)
+def _host_blocks(config: EngineConfig, executor: Executor, snapshots: StateSnapshots | None) -> HostBlocks:
+    cache, files, num_ranks = config.cache, None, config.parallel.devices_per_replica
+    if (found := cache.block_files) is not None:
+        weight = found.state_weight
+        files = FileIndex(found.folder, found.limit, num_ranks, found.most_bytes, state_weight=weight)
+    return HostBlocks(cache.host_blocks, executor.call, files, snapshots=snapshots, num_state_slots=cache.host_states)
 
 
 def _draft_plan(config: EngineConfig) -> PlanFeature:
@@ -133,6 +133,20 @@ def make_features(link: StageLink | None = None) -> MakeFeatures:
         return stage_model(compiled, stage, config.scheduler.max_num_batched_tokens, config.device)
 
     return MakeFeatures(eager_features, partial(step_features, link=link), own_part, rank_memory)
+
+
+def _step_host_blocks(parts: RunnerParts, rank: int) -> StepHostBlocks:
+    config, caches = parts.config, parts.model.kv_caches
+    cache, recurrences = config.cache, config.model.recurrences
+
+    def distinct() -> Sequence[torch.Tensor]:  # layers may share a cache, and `allocate` makes new ones
+        return [*{id(each): each for each in caches}.values()]
+
+    kinds = {BLOCKS: HostRows(distinct, cache.host_blocks, config.device)}
+    if recurrences is not None:
+        states = snapshot_rows(recurrences, parts.tensors)
+        kinds[STATES] = HostRows(lambda: states, cache.host_states, config.device)
+    return StepHostBlocks(kinds, config.device, rank)
 
 
 def eager_features(config: EngineConfig) -> list[EagerFeature]:
@@ -175,7 +189,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         if not link.stage.is_last:
             tail = SendTail(traffic, advance)
     if config.cache.host_blocks:
-        features.append(StepHostBlocks(parts.model.kv_caches, config.cache.host_blocks, config.device, rank))
+        features.append(_step_host_blocks(parts, rank))
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.length_angles is not None:

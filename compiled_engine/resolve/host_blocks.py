@@ -13,14 +13,16 @@ import psutil
 from compiled_engine.config import BlockFilesConfig, CacheConfig, EngineConfig, flat_fields, json_value
 from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.recurrences import snapshot_bytes
 from compiled_engine.schema import require_defaults
 
 GIB = 1 << 30
 NAMES = ("kv_offloading_size", "kv_offloading_folder", "kv_offloading_folder_size")
 # Below the user's folder. The number changes with the format of files, or what they mean.
 SUBFOLDER = "compiled_engine_blocks_1"
-# Fields of a model that say where it comes from; its files are part of the digest instead.
-_OF_ORIGIN = ("model.path", "model.hub_name", "model.revision", "model.merged_adapter", "model.max_model_len")
+# Fields of a model that say where it comes from, whose files are part of the digest instead, and limits.
+_OF_ORIGIN = ("model.path", "model.hub_name", "model.revision", "model.merged_adapter")
+_OF_LIMITS = ("model.max_model_len", "model.recurrences.num_rows", "model.recurrences.num_snapshots")
 
 
 def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheConfig:
@@ -39,27 +41,44 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
         reason = "a model or a head drafts, whose KV cache stays on the device"
         require_defaults(options, reason, *NAMES)
     of_block = block_bytes(config) * config.parallel.tensor_parallel_size
+    of_state = snapshot_bytes(config.model, num_ranks=1)
+    needed = "a block" if not of_state else "a block and a snapshot of recurrent states"
     free = psutil.virtual_memory().available
-    least, most = of_block / GIB, free / GIB
+    least, most = (of_block + of_state) / GIB, free / GIB
     if not least <= size <= most:
         raise ValueError(
-            f"kv_offloading_size is {size} GiB; allowed: from {least:.2g} GiB, a block, to the {most:.2f} GiB of host "
+            f"kv_offloading_size is {size} GiB; allowed: from {least:.2g} GiB, {needed}, to the {most:.2f} GiB of host "
             "memory that are free"
         )
-    count = int(size * GIB / of_block)
-    config.reasons["cache.host_blocks"] = f"kv_offloading_size is {size} GiB, and a block has {of_block:,} bytes"
+    num_blocks, num_states = _divided(int(size * GIB), of_block, of_state)
+    reason = f"kv_offloading_size is {size} GiB, and a block has {of_block:,} bytes"
+    config.reasons["cache.host_blocks"] = reason
+    if num_states:
+        config.reasons["cache.host_states"] = f"{reason}, a snapshot of recurrent states {of_state:,}"
     files = None
     if options.kv_offloading_folder is not None:
         most_bytes = int(options.kv_offloading_folder_size * GIB)
-        if most_bytes < of_block:
+        if most_bytes < of_block + of_state:
             raise ValueError(
                 f"kv_offloading_folder_size is {options.kv_offloading_folder_size} GiB; "
-                f"allowed: at least {least:.2g} GiB, a block"
+                f"allowed: at least {least:.2g} GiB, {needed}"
             )
         folder = Path(options.kv_offloading_folder).expanduser().resolve() / SUBFOLDER / digest_of_model(config)
         replicas = config.parallel.data_parallel_size
-        files = BlockFilesConfig(folder, most_bytes // of_block, most_bytes * replicas)
-    return replace(config.cache, host_blocks=count, block_files=files)
+        weight = max(1, -(-of_state // of_block))
+        files = BlockFilesConfig(folder, most_bytes // of_block, most_bytes * replicas, weight)
+    return replace(config.cache, host_blocks=num_blocks, host_states=num_states, block_files=files)
+
+
+def _divided(num_bytes: int, of_block: int, of_state: int) -> tuple[int, int]:
+    """Return the numbers of blocks and of snapshots in `num_bytes`, given the bytes of one of each.
+
+    Snapshots get half of the bytes, but there is no more than one for each block.
+    """
+    if not of_state:
+        return num_bytes // of_block, 0
+    num_states = max(1, min(num_bytes // (2 * of_state), num_bytes // (of_state + of_block)))
+    return (num_bytes - num_states * of_state) // of_block, num_states
 
 
 def digest_of_model(config: EngineConfig) -> str:
@@ -74,7 +93,7 @@ def digest_of_model(config: EngineConfig) -> str:
         "model": {
             name: json_value(value)
             for name, value in fields.items()
-            if name.startswith("model.") and not name.startswith(_OF_ORIGIN)
+            if name.startswith("model.") and not name.startswith(_OF_ORIGIN + _OF_LIMITS)
         },
         "files": [_files_in(folder) for folder in (config.model.path, config.model.merged_adapter) if folder],
         "layout": [cache.block_size, cache.kv_dtype, parallel.tensor_parallel_size, parallel.stage_layers],

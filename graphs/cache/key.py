@@ -172,6 +172,7 @@ OTHER_FIELDS = (
     "cache.gpu_memory_utilization",
     "cache.enable_prefix_caching",
     "cache.host_blocks",
+    "cache.host_states",
     "cache.block_files",  # None, for an engine that writes no files
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",

@@ -18,6 +18,7 @@ from token_masks import ByLastToken
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.kv_offload.plan import HostBlocks
+from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.sampling.params import SamplingParams
 
 # Steps in flight and micro-batches: a lone stage, then pipelines, each without and with scheduling ahead.
@@ -53,12 +54,13 @@ def draft_length_of(max_new_tokens_per_step: int, skips_head: bool) -> AnyLength
     )
 
 
-def with_host_blocks(num_slots: int, seed: int) -> dict[str, Any]:
+def with_host_blocks(num_slots: int, seed: int, snapshots: StateSnapshots | None) -> dict[str, Any]:
     """Further arguments of an engine whose evicted blocks come back from host memory, late; 0: they do not."""
     if not num_slots:
         return {}
     copies = LaggingCopies(random.Random(seed))
-    return {"copies": copies, "further": [HostBlocks(num_slots, copies.call, least_tokens=1, together=1)]}
+    slots: dict[str, Any] = {"snapshots": snapshots, "num_state_slots": max(1, num_slots // 4)}
+    return {"copies": copies, "further": [HostBlocks(num_slots, copies.call, **slots, least_tokens=1, together=1)]}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -94,18 +96,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         skips_head: bool,
         host_slots: int,
         seed: int,
+        block_size: int,
+        prefix_caching: bool,
         **limits: int | str | bool | None,
     ) -> None:
         steps_in_flight, num_micro_batches = micro_batches
+        has_snapshots = num_snapshots and prefix_caching
+        snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if has_snapshots else None
         self.engine = SimulatedEngine(
             steps_in_flight=steps_in_flight,
             num_micro_batches=num_micro_batches,
             budget=max(budget, max_new_tokens_per_step),
             max_new_tokens_per_step=max_new_tokens_per_step,
             yields=yields_of(seed),
-            num_snapshots=num_snapshots,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            snapshots=snapshots,
             draft_length=draft_length_of(max_new_tokens_per_step, skips_head),
-            **with_host_blocks(host_slots, seed),
+            **with_host_blocks(host_slots, seed, snapshots),
             **limits,  # type: ignore[arg-type]
         )
 

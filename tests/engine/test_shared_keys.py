@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.cache_memory import allocate, block_bytes
+from compiled_engine.features.kv_offload.extras import BLOCKS, Copies
+from compiled_engine.features.kv_offload.host_rows import HostRows
 from compiled_engine.features.kv_offload.step_host_blocks import StepHostBlocks
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_tensors
@@ -117,13 +119,14 @@ def test_blocks_in_host_memory_have_shared_keys_once(checkpoint: tuple[Path, Any
     caches = allocate(config, 4)
     for number, cache in enumerate(caches[:2]):
         cache.copy_(torch.arange(4.0).view(4, 1, 1, 1, 1) + 10 * number)
-    blocks = StepHostBlocks(caches, 2, config.device, 0)
+    distinct = [*{id(cache): cache for cache in caches}.values()]
+    blocks = StepHostBlocks({BLOCKS: HostRows(lambda: distinct, 2, config.device)}, config.device, 0)
     try:
         blocks.start_up(SilentProgress())
         blocks.allocate(4)
         assert blocks.metrics()["kv_offload_bytes"] == 2 * block_bytes(config)
-        blocks.save(0, [1], [3])
-        blocks.load(1, [2], [1])
+        blocks.save(0, {BLOCKS: Copies([1], [3], [])})
+        blocks.load(1, {BLOCKS: Copies([1], [2], [])})
         assert [number for number, _ in blocks.arrived().loads] == [1]
     finally:
         blocks.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import family, write_checkpoint
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
@@ -31,7 +34,7 @@ PREFIXES = [tuple((7 * start + 3 * place * place) % 4000 + 5 for place in range(
 SAME = ("traces", "compiles", "captures")
 
 
-def run(**options: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
+def run(prefixes: Sequence[tuple[int, ...]] = PREFIXES, **options: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Return the tokens of requests that evict one another's prefixes, and metrics. Another request decodes throughout.
 
     It gets a token in each step, whatever the others wait for.
@@ -50,7 +53,7 @@ def run(**options: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
         for number in range(9):
             request_id, finished = f"r{number}", False
             tokens[request_id] = []
-            core.add(EngineRequest(request_id, (*PREFIXES[number % 3], 9, 9 + number), params(6)))
+            core.add(EngineRequest(request_id, (*prefixes[number % 3], 9, 9 + number), params(6)))
             while not finished:
                 outputs = list(core.step())
                 for output in outputs:
@@ -76,3 +79,20 @@ def test_prefixes_come_back_while_others_decode(tmp_path: Path) -> None:
     assert found == expected
     assert again["kv_offload_loaded"] >= again["kv_offload_read"] > 0
     assert metrics["kv_offload_file_errors"] == again["kv_offload_file_errors"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_states_come_back_while_others_decode(name: str, tmp_path: Path) -> None:
+    """The device has room for two snapshots, of the three that the prefixes end at."""
+    few = family(name)
+    write_checkpoint(tmp_path / "model", replace(few, changes={**few.changes, "max_position_embeddings": 1024}))
+    prefixes = [tuple(token % 120 + 5 for token in prefix) for prefix in PREFIXES]
+    model: dict[str, Any] = {"prefixes": prefixes, "model": tmp_path / "model"}
+    expected, _ = run(mode="eager", enable_prefix_caching=False, **model)
+    options = {"kv_offloading_size": 0.1, "kv_offloading_folder": tmp_path / "files", "num_state_snapshots": 2}
+    for is_restart in (False, True):
+        found, metrics = run(**options, **COMPILED, **model)
+        assert found == expected
+        assert metrics["kv_offload_loaded_states"] > 0
+        assert (metrics["kv_offload_read_states"] > 0) == is_restart
+        assert metrics["kv_offload_file_errors"] == 0

@@ -75,6 +75,7 @@ def base_config() -> EngineConfig:
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
     "cache.host_blocks": 5,
+    "cache.host_states": 2,
     "model.hub_name": "org/name",
     "model.merged_adapter": Path("/an/adapter"),
     "model.wrapper": "LlavaForConditionalGeneration",

@@ -138,6 +138,8 @@ PLANNING = (
     "features.kv_offload.block_files",
     "features.kv_offload.extras",
     "features.kv_offload.file_index",
+    "features.kv_offload.kept_files",
+    "features.kv_offload.kept_rows",
     "features.kv_offload.plan",
     "features.kv_offload.slots",
     "features.pipeline.micro_batches",

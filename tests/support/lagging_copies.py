@@ -9,21 +9,14 @@ from functools import partial
 from typing import Any
 
 from compiled_engine.engine.messages import ControlCall, SchedulerOutput
-from compiled_engine.features.kv_offload.extras import (
-    ARRIVED,
-    LOAD,
-    NAME,
-    OPEN_FILES,
-    SAVE,
-    Arrived,
-    copies_before,
-)
+from compiled_engine.features.kv_offload import extras
+from compiled_engine.features.kv_offload.extras import Arrived, Copies, copies_before
 
 NUM_RANKS = 2
 
 
 class LaggingCopies:
-    """Copies between the slots of a fake runner's KV cache, those of host memory, and files.
+    """Copies between the slots of a fake runner's KV cache and its snapshots, those of host memory, and files.
 
     Two ranks report what has ended, at different times. lag: probability that work which may be done is not. faults:
     probability that a rank cannot write a file, or cannot read it.
@@ -34,81 +27,92 @@ class LaggingCopies:
         self._copies: deque[tuple[int, Callable[[], None]]] = deque()  # with numbers of saves; 0: a load
         self._num_copies = 0  # made so far
         self._file_work: list[tuple[int, Callable[[], Any]]] = []  # and the number of copies that precede it
-        self._host: dict[tuple[int, int], int | None] = {}  # by (slot, offset)
+        self._host: dict[tuple[str, int], list[int | None]] = {}  # contents of a row, by kind and slot
         self.files: dict[str, list[int | None]] = {}
         self._reports: list[Arrived] = [Arrived([], []) for _ in range(NUM_RANKS)]
         self.runner: Any = None  # a FakeRunner
         self.num_waits = 0  # steps that followed a save
 
     def call(self, call: ControlCall) -> list[Any]:
-        name, given = call.name.removeprefix(f"{NAME}."), call.arguments
-        if name == ARRIVED:
+        name, given = call.name.removeprefix(f"{extras.NAME}."), call.arguments
+        if name == extras.ARRIVED:
             self.do_some()
             return [self._report(rank) for rank in range(NUM_RANKS)]
-        if name == SAVE:
+        if name == extras.SAVE:
             self._save(**given)
-        elif name == LOAD:
+        elif name == extras.LOAD:
             self._load(**given)
         else:
-            assert name == OPEN_FILES
+            assert name == extras.OPEN_FILES
         return [None] * NUM_RANKS
 
-    def _save(
-        self, number: int, slots: list[int], blocks: list[int], files: list[tuple[int, str]], removed: list[str]
-    ) -> None:
-        assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
-        self._copies.append((number, partial(self._copy_out, slots, blocks)))
-        for slot, name in files:
-            self._add_file_work(partial(self._write, slot, name))
+    def _save(self, number: int, copies: dict[str, Copies], removed: list[str]) -> None:
+        for kind, (slots, rows, files) in copies.items():
+            assert len({*slots}) == len({*rows}) == len(slots) == len(rows)
+            self._copies.append((number, partial(self._copy_out, kind, slots, rows)))
+            for slot, name in files:
+                self._add_file_work(partial(self._write, kind, slot, name))
         for name in removed:
             self._add_file_work(partial(self.files.pop, name, None))
 
-    def _load(self, number: int, blocks: list[int], slots: list[int], files: list[tuple[int, str]]) -> None:
-        assert len({*slots}) == len({*blocks}) == len(slots) == len(blocks)
-        failed: list[list[int]] = [[] for _ in range(NUM_RANKS)]
-        rest = [name for _, name in files]
+    def _load(self, number: int, copies: dict[str, Copies]) -> None:
+        failed: list[list[str]] = [[] for _ in range(NUM_RANKS)]
+        rest = [name for each in copies.values() for _, name in each.files]
+        lost: set[tuple[str, int]] = set()
 
-        def read(slot: int, name: str) -> None:
+        def read(kind: str, slot: int, name: str) -> None:
             for of_rank in failed:
                 if self._rng.random() < self._faults or name not in self.files:
-                    of_rank.append(slot)
-            for offset in range(self.runner.block_size):
-                self._host[slot, offset] = None if any(slot in each for each in failed) else self.files[name][offset]
+                    of_rank.append(name)
+                    lost.add((kind, slot))
+            self._host[kind, slot] = [None] if (kind, slot) in lost else self.files[name]
             rest.remove(name)
             if not rest:
                 self._copies.append((0, copy))
 
         def copy() -> None:
-            self._copy_in(blocks, slots)
+            for kind, (slots, rows, _) in copies.items():
+                assert len({*slots}) == len({*rows}) == len(slots) == len(rows)
+                pairs = zip(slots, rows, strict=True)
+                self._copy_in(kind, [(slot, row) for slot, row in pairs if (kind, slot) not in lost])
             for rank, of_rank in enumerate(failed):
                 self._reports[rank].loads.append((number, of_rank))
 
-        for slot, name in files:
-            self._add_file_work(partial(read, slot, name))
-        if not files:
+        for kind, each in copies.items():
+            for slot, name in each.files:
+                self._add_file_work(partial(read, kind, slot, name))
+        if not rest:
             self._copies.append((0, copy))
 
     def _add_file_work(self, work: Callable[[], Any]) -> None:
         self._file_work.append((self._num_copies + len(self._copies), work))
 
-    def _write(self, slot: int, name: str) -> None:
+    def _write(self, kind: str, slot: int, name: str) -> None:
         fails = [self._rng.random() < self._faults for _ in range(NUM_RANKS)]
         if not any(fails):
-            self.files[name] = [self._host[slot, offset] for offset in range(self.runner.block_size)]
+            self.files[name] = self._host[kind, slot]
         for rank, each in enumerate(fails):
             self._reports[rank].written.append((name, not each))
 
-    def _copy_out(self, slots: list[int], blocks: list[int]) -> None:
-        for slot, block in zip(slots, blocks, strict=True):
-            for offset in range(self.runner.block_size):
-                self._host[slot, offset] = self.runner.slots.get((block, offset))
+    def _copy_out(self, kind: str, slots: list[int], rows: list[int]) -> None:
+        for slot, row in zip(slots, rows, strict=True):
+            contents, places = self._places(kind, row)
+            self._host[kind, slot] = [contents.get(place) for place in places]
 
-    def _copy_in(self, blocks: list[int], slots: list[int]) -> None:
-        for slot, block in zip(slots, blocks, strict=True):
-            for offset in range(self.runner.block_size):
-                self.runner.slots[block, offset] = self._host[slot, offset]
-                for written in self.runner.written.values():  # steps before the copy cannot take it back if they fail
-                    written.pop((block, offset), None)
+    def _copy_in(self, kind: str, pairs: list[tuple[int, int]]) -> None:
+        for slot, row in pairs:
+            contents, places = self._places(kind, row)
+            for place, content in zip(places, self._host[kind, slot], strict=True):
+                contents[place] = content
+                written = self.runner.written if kind == extras.BLOCKS else self.runner.saved
+                for of_step in written.values():  # steps before the copy cannot take it back if they fail
+                    of_step.pop(place, None)
+
+    def _places(self, kind: str, row: int) -> tuple[dict[Any, int | None], list[Any]]:
+        """The runner's contents of a kind, and the places in it of a row."""
+        if kind == extras.BLOCKS:
+            return self.runner.slots, [(row, offset) for offset in range(self.runner.block_size)]
+        return self.runner.snapshots, [row]
 
     def _report(self, rank: int) -> Arrived:
         if self._rng.random() < self.lag:

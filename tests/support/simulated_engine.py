@@ -57,7 +57,8 @@ class SimulatedEngine:
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
     step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
-    DraftPlan. further: features besides those that the other arguments ask for.
+    DraftPlan. snapshots: those that another feature knows too. further: features besides those that the other
+    arguments ask for.
     copies: those of KV offload, for which requests wait while others overtake them.
     """
 
@@ -77,13 +78,15 @@ class SimulatedEngine:
         max_new_tokens_per_step: int = 1,
         yields: Callable[[int], int] = lambda most: 1,
         num_snapshots: int = 0,
+        snapshots: StateSnapshots | None = None,
         draft_length: DraftLength | None = None,
         further: Sequence[PlanFeature] = (),
         copies: LaggingCopies | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        has_snapshots = num_snapshots > 0 and prefix_caching
+        if snapshots is None and num_snapshots and prefix_caching:
+            snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1)
         self.structured = Structured(max_num_seqs, VOCAB_SIZE)
         features: list[PlanFeature] = [self.structured, PromptLogprobs(VOCAB_SIZE)]
         if (most := max_new_tokens_per_step - 1) > 0:
@@ -92,8 +95,8 @@ class SimulatedEngine:
             features.append(
                 MicroBatches(num_micro_batches, min(max_num_seqs, budget // max_new_tokens_per_step), steps_in_flight)
             )
-        if has_snapshots:
-            features.append(StateSnapshots(num_snapshots, block_size, least_gain=1))
+        if snapshots is not None:
+            features.append(snapshots)
         features += further
         self.scheduler = Scheduler(
             *(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, max_new_tokens_per_step),
@@ -104,7 +107,7 @@ class SimulatedEngine:
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_micro_batches else 1
         # A prompt that is cut for a snapshot leaves tokens to another one, and both may not fit into the next step.
-        serves_all = num_micro_batches == max_new_tokens_per_step == 1 and not num_snapshots
+        serves_all = num_micro_batches == max_new_tokens_per_step == 1 and snapshots is None
         self.runner = FakeRunner(
             num_blocks,
             block_size,
@@ -113,7 +116,7 @@ class SimulatedEngine:
             serves_all,
             max_new_tokens_per_step,
             yields=yields,
-            num_snapshots=num_snapshots if has_snapshots else 0,
+            num_snapshots=0 if snapshots is None else snapshots.num_slots,
             adapts=draft_length is not None,
             copies=copies,
         )

@@ -9,14 +9,25 @@ NAME = "kv_offload"
 # Control calls, methods of StepHostBlocks.
 SAVE, LOAD, ARRIVED, OPEN_FILES = "save", "load", "arrived", "open_files"
 
+# Kinds of rows: blocks of the KV cache, and snapshots of recurrent states.
+BLOCKS, STATES = "blocks", "states"
+
+
+class Copies(NamedTuple):
+    """Copies between slots of host memory and rows of one kind on the device, a row for each slot."""
+
+    slots: list[int]
+    rows: list[int]
+    files: list[tuple[int, str]]  # slots that files are written from, or read into, and the files' names
+
 
 class Arrived(NamedTuple):
     """The loads and the writes of files that a rank has finished since the last call of `arrived`."""
 
-    loads: list[tuple[int, list[int]]]  # number of a load, and slots whose files could not be read
-    written: list[tuple[str, bool]]  # name of a block's file, and whether it is there
+    loads: list[tuple[int, list[str]]]  # number of a load, and names of files that could not be read
+    written: list[tuple[str, bool]]  # name of a file, and whether it is there
 
 
 def copies_before(extras: dict[str, Any]) -> int | None:
-    """Return the number of the save that a step follows, since it reuses a block of it; None if it reuses none."""
+    """Return the number of the save that a step follows, since it reuses a row of it; None if it reuses none."""
     return extras.get(NAME)

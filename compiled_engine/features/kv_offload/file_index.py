@@ -1,5 +1,8 @@
 """The planning part of the files of blocks: which blocks have files, and which of them are removed for others.
 
+Snapshots of recurrent states have files too, under the hash of the block that ends there and a suffix. They are larger
+than blocks, so that a snapshot counts as several.
+
 Each model has a folder whose name is a digest of all that keys and values depend on, see resolve/host_blocks.py. In
 it, each replica has a numbered folder, which it locks while it runs, with a folder for each rank. The replicas of a
 later start take the same folders again.
@@ -18,24 +21,26 @@ from pathlib import Path
 from compiled_engine.features.kv_offload.block_files import PARTIAL
 
 LOCK = "lock"
+STATE_SUFFIX = "-state"  # of the names of snapshots
 
 
 class FileIndex:
     """The blocks with files, at most `limit`; the least recently used one is removed for another.
 
     folder: of the model. most_bytes: for the files of all models together; those of models that are not running are
-    removed as far as needed, when the index is made.
+    removed as far as needed, when the index is made. state_weight: number of blocks that a snapshot counts as.
     """
 
-    def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int) -> None:
-        self._limit = limit
+    def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int, *, state_weight: int = 1) -> None:
+        self._limit, self._state_weight = limit, state_weight
         descriptor, self.folder = _lock_folder(folder)
         self.close = weakref.finalize(self, os.close, descriptor)  # lets another replica have the folder
         found = [_files_of(self.folder / str(rank)) for rank in range(num_ranks)]
         # Each rank has a part of a block, so a block without one of them is useless.
         known = set.intersection(*({*each} for each in found))
         self._names = OrderedDict.fromkeys(sorted(known, key=lambda name: found[0][name][0]))
-        surplus = {self._names.popitem(last=False)[0] for _ in range(len(self._names) - limit)}
+        self._weight = sum(map(self._weight_of, self._names))  # in blocks
+        surplus = {*self._remove_surplus()}
         for files in found:
             for name, (_, path) in files.items():
                 if name not in known or name in surplus:
@@ -55,11 +60,25 @@ class FileIndex:
     def add(self, name: str) -> list[str]:
         """Note a block that gets files, and return those whose files must be removed."""
         self._names[name] = None
-        return [self._names.popitem(last=False)[0] for _ in range(len(self._names) - self._limit)]
+        self._weight += self._weight_of(name)
+        return self._remove_surplus()
 
     def drop(self, name: str) -> None:
         """Forget a block whose files are not there."""
-        self._names.pop(name, None)
+        if name in self._names:
+            del self._names[name]
+            self._weight -= self._weight_of(name)
+
+    def _remove_surplus(self) -> list[str]:
+        removed = []
+        while self._weight > self._limit:
+            name, _ = self._names.popitem(last=False)
+            self._weight -= self._weight_of(name)
+            removed.append(name)
+        return removed
+
+    def _weight_of(self, name: str) -> int:
+        return self._state_weight if name.endswith(STATE_SUFFIX) else 1
 
 
 def _lock_folder(folder: Path) -> tuple[int, Path]:

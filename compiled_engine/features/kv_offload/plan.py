@@ -1,42 +1,49 @@
-"""The planning part of KV offload: which blocks are copied to host memory, and which requests wait for copies back.
+"""The planning part of KV offload: which rows are copied to host memory, and which requests wait for copies back.
 
-A block that the prefix cache has is copied to a slot once its contents are written, that is, when a step was processed
-that was planned after its registration. If the KV cache reuses the block before, it is not copied. A step that reuses
-a block whose copy may still run follows that copy on the device.
+Rows are the blocks of the prefix cache and, with recurrences, the snapshots of states, see kept_rows.py. A step that
+reuses a row whose copy to host memory may still run follows that copy on the device. A row that is reused before it is
+copied is not copied.
 
-A request whose prefix has blocks in slots, or in files, is skipped until they are copied to blocks of the KV cache,
-which are held meanwhile. Then they can be found like all others, and the request is admitted. A request waits once per
-admission; what the KV cache loses before that is computed again, so that requests cannot wait for one another.
+A request whose prefix has rows in host memory or in files is skipped until they are copied back. Blocks of the KV cache
+are held for them meanwhile, and a slot of a snapshot. Then they can be found like all others, and the request is
+admitted. A request waits once per admission; what is lost before that is computed again, so that requests cannot wait
+for one another. With recurrences, a prefix ends at a snapshot, and blocks behind it are not copied back.
 
-With a FileIndex, each block that is copied to a slot is also written to files, from where it comes back to a slot after
-the slot was given away, or the engine was started again. Once the prefix cache was emptied, files are neither read nor
-written, as the weights may not be those of the checkpoint any more.
+With files, each row that is copied to host memory is also written to them, from where it comes back to host memory
+after its slot was given away, or the engine was started again.
 
 The ranks make copies when they are told, in the order of control calls, and on a stream of their own.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from compiled_engine.engine.block_pool import BlockGroup, Fill, leading_hashes
-from compiled_engine.engine.cache_resource import CacheResource
+from compiled_engine.engine.cache_resource import CacheResource, FillableResource
 from compiled_engine.engine.messages import ControlCall, RunnerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
-from compiled_engine.features.kv_offload.extras import ARRIVED, LOAD, NAME, OPEN_FILES, SAVE
-from compiled_engine.features.kv_offload.file_index import FileIndex
-from compiled_engine.features.kv_offload.slots import Slots
+from compiled_engine.features.kv_offload.extras import ARRIVED, BLOCKS, LOAD, NAME, OPEN_FILES, SAVE, STATES, Copies
+from compiled_engine.features.kv_offload.file_index import STATE_SUFFIX, FileIndex
+from compiled_engine.features.kv_offload.kept_files import KeptFiles
+from compiled_engine.features.kv_offload.kept_rows import KeptRows
 
 COUNTERS = (
     *("kv_offload_saved", "kv_offload_loaded", "kv_offload_queries", "kv_offload_hits"),
     *("kv_offload_written", "kv_offload_read", "kv_offload_file_errors"),
+    *("kv_offload_saved_states", "kv_offload_loaded_states", "kv_offload_read_states"),
+    *("kv_offload_store_bytes", "kv_offload_load_bytes"),  # of a rank
 )
-GAUGES = ("kv_offload_blocks", "kv_offload_slots", "kv_offload_files")
+GAUGES = (
+    *("kv_offload_blocks", "kv_offload_slots", "kv_offload_files"),
+    *("kv_offload_states", "kv_offload_state_slots"),
+)
 # Least tokens that are loaded: fewer are computed again about as fast.
 LEAST_TOKENS = 256
 # Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
@@ -46,31 +53,32 @@ PATIENCE_S = 0.0003
 
 
 @dataclass(eq=False, slots=True)
-class Write:
-    """A slot whose block is being written to files."""
+class Part:
+    """A row of a load: its hash, its slot, and the name of the file that is read into the slot, if any."""
 
+    block_hash: bytes
     slot: int
-    is_there: bool = True  # on all ranks so far
-    num_ranks: int = 0  # that have ended
+    name: str | None
 
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Copies to blocks of the KV cache that have begun."""
+    """Copies to rows of the device that have begun."""
 
     fill: Fill
-    slots: dict[int, int]  # by index in the prefix
-    num_files: int  # blocks that are read from files
-    failed: set[int] = field(default_factory=set)  # slots that a rank could not fill
+    held: int  # tokens of the request's prefix that need no copies
+    blocks: dict[int, Part]  # by index in the prefix
+    state: tuple[int, Part] | None  # with the snapshot's slot on the device
+    failed: set[str] = field(default_factory=set)  # names of files that a rank could not read
     num_ranks: int = 0  # that have ended
     is_stale: bool = False  # the prefix cache was emptied since
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots, as a BlockWatcher. call_ranks: Executor.call.
+    """Plans the copies of an engine with `num_slots` slots for blocks. A BlockWatcher and a PlaceWatcher.
 
-    files: of blocks outside host memory; None: there are none. longest_prefix: returns the tokens of a request's prefix
-    that other resources than blocks have, given their most (FindableResource.longest_prefix); None: all.
+    call_ranks: Executor.call. files: of rows outside host memory; None: there are none. snapshots: those of the prefix
+    cache, with `num_state_slots` slots of host memory; None: the model has no recurrences.
     """
 
     def __init__(
@@ -79,31 +87,30 @@ class HostBlocks(PlanFeature):
         call_ranks: Callable[[ControlCall], list[Any]],
         files: FileIndex | None = None,
         *,
-        longest_prefix: Callable[[Request, int], int] | None = None,
+        snapshots: FillableResource | None = None,
+        num_state_slots: int = 0,
         least_tokens: int = LEAST_TOKENS,
         together: int = TOGETHER,
     ) -> None:
         self._call_ranks, self._least_tokens, self._together = call_ranks, least_tokens, together
-        self._longest_prefix = longest_prefix
-        self._slots = Slots(num_slots)
+        self._files = KeptFiles(files)
+        self._blocks = KeptRows(BLOCKS, num_slots, self._files)
+        self._snapshots, self._states = snapshots, None
+        if snapshots is not None:
+            self._states = KeptRows(STATES, num_state_slots, self._files, STATE_SUFFIX)
+            snapshots.watcher = self
         self._group: BlockGroup | None = None
         self._num_steps = 0  # planned so far
         self._in_flight: set[int] = set()
-        # Registered blocks that are not copied yet, the oldest first: hash, and number of the step that follows.
-        self._unsaved: dict[int, tuple[bytes, int]] = {}
         self._num_saves = self._num_loads = 0
-        self._leaving: dict[int, int] = {}  # the number of the last save of blocks that were not reused since
         self._follows = 0  # the save that the step being planned follows
         self._loads: dict[int, Load] = {}
-        self._arriving: set[bytes] = set()  # hashes of blocks that are being loaded
-        self._has_waited: dict[Request, int] = {}  # with the number of tokens that were loaded
+        # Requests whose loads have begun or ended, with the tokens that needed no copies; maxsize: none was copied.
+        self._has_waited: dict[Request, int] = {}
         self._any_arrived = False
-        self._files, self._uses_files = files, files is not None
-        self._writes: dict[str, Write] = {}  # by name of the file
-        self._to_remove: list[str] = []  # names of files
+        self._counts = dict.fromkeys(("queries", "hits", "read", "read_states"), 0)
         if files is not None:
             self._tell(OPEN_FILES, folder=str(files.folder))
-        self._counts = dict.fromkeys(COUNTERS, 0)
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
         """Watch the group of blocks, of which there is at most one. Requests hold no slots: return no resource."""
@@ -117,27 +124,40 @@ class HostBlocks(PlanFeature):
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
         assert self._group is not None
         for index in indices:
-            if self._slots.use(hashes[index]) is None:
-                block = self._group.pool.find(hashes[index])
-                assert block is not None
-                self._unsaved[block] = hashes[index], self._num_steps + 1
+            block = self._group.pool.find(hashes[index])
+            assert block is not None
+            self._blocks.registered(block, hashes[index], self._num_steps + 1)
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        self._unsaved.pop(block, None)
-        self._follows = max(self._follows, self._leaving.pop(block, 0))
+        self._follows = max(self._follows, self._blocks.evicted(block))
 
     def dropped(self, block: int, block_hash: bytes) -> None:
-        self._unsaved.pop(block, None)
+        self._blocks.dropped(block)
 
     def cleared(self) -> None:
         """Free all slots, as keys and values may have changed their meaning."""
-        self._slots.clear()
-        self._unsaved.clear()
-        self._leaving.clear()
-        self._follows = self._num_saves  # `evicted` is not called for blocks that cannot be found
-        self._uses_files = False
+        for kept in self._kinds:
+            kept.clear()
+        self._follows = self._num_saves  # `evicted` is not called for rows that cannot be found
+        self._files.stop()
         for load in self._loads.values():
             load.is_stale = True
+
+    def place_taken(self, place: int, block_hash: bytes) -> None:
+        assert self._states is not None
+        self._states.registered(place, block_hash, self._num_steps + 1)
+
+    def place_evicted(self, place: int) -> None:
+        assert self._states is not None
+        self._follows = max(self._follows, self._states.evicted(place))
+
+    def place_dropped(self, place: int) -> None:
+        assert self._states is not None
+        self._states.dropped(place)
+
+    @property
+    def _kinds(self) -> Sequence[KeptRows]:
+        return (self._blocks,) if self._states is None else (self._blocks, self._states)
 
     # Copies to host memory
 
@@ -152,43 +172,21 @@ class HostBlocks(PlanFeature):
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
         self._in_flight.remove(step.output.step)
-        written = []
-        for block, (_, number) in self._unsaved.items():
-            if number > step.output.step:
-                break
-            written.append(block)
-        if written and (len(written) >= self._together or not self._in_flight):
-            self._save(written)
+        rows = [kept.written_by(step.output.step) for kept in self._kinds]
+        blocks, states = rows[0], rows[1:]
+        if any(states) or (blocks and (len(blocks) >= self._together or not self._in_flight)):
+            self._save(rows)
 
-    def _save(self, blocks: Sequence[int]) -> None:
-        if self._writes:
+    def _save(self, rows_of_kinds: Sequence[Sequence[int]]) -> None:
+        if self._files.is_writing:
             self._look()  # slots of files that are written may be given away
-        copied: dict[int, int] = {}  # blocks by slot
-        files: list[tuple[int, str]] = []
-        for block in blocks:
-            block_hash, _ = self._unsaved.pop(block)
-            if self._slots.use(block_hash) is None and (slot := self._slots.take(block_hash)) is not None:
-                copied[slot] = block
-                self._slots.pin(slot)  # it has one block in a save
-                if self._begin_write(block_hash.hex(), slot):
-                    files.append((slot, block_hash.hex()))
-        for slot in copied:
-            self._slots.unpin(slot)
-        if copied:
+        made = {
+            kept.kind: kept.begin_save(rows, self._num_saves + 1)
+            for kept, rows in zip(self._kinds, rows_of_kinds, strict=True)
+        }
+        if any(copies.slots for copies in made.values()):
             self._num_saves += 1
-            self._leaving.update(dict.fromkeys(copied.values(), self._num_saves))
-            self._counts["kv_offload_saved"] += len(copied)
-            number, removed, self._to_remove = self._num_saves, self._to_remove, []
-            self._tell(SAVE, number=number, slots=[*copied], blocks=[*copied.values()], files=files, removed=removed)
-
-    def _begin_write(self, name: str, slot: int) -> bool:
-        """Return whether a slot must be written to a file, which keeps it from being given away."""
-        if self._files is None or not self._uses_files or name in self._files or name in self._writes:
-            return False
-        self._to_remove += self._files.add(name)
-        self._writes[name] = Write(slot)
-        self._slots.pin(slot)
-        return True
+            self._tell(SAVE, number=self._num_saves, copies=made, removed=self._files.take_removed())
 
     def failed(self) -> None:
         self._in_flight.clear()
@@ -198,71 +196,98 @@ class HostBlocks(PlanFeature):
     # Copies back
 
     def may_start(self, request: Request) -> bool:
-        """Let a request wait for the part of its prefix that is not in the KV cache, if that part is long enough."""
+        """Let a request wait for the part of its prefix that is not on the device, if that part is long enough."""
         group = self._group
         if group is None or request.computes_every_token or request in self._has_waited:
             return all(load.fill.request is not request for load in self._loads.values())
-        size, most = group.block_size, len(request.token_ids) - 1
-        if self._longest_prefix is not None:
-            most = self._longest_prefix(request, most)
-        most //= size
-        stored = []  # indices of blocks to copy
-        for index, block_hash in enumerate(leading_hashes(request, size, most)[:most]):
-            if group.pool.find(block_hash) is None:
-                if not (block_hash in self._slots or self._has_file(block_hash)):
-                    break
-                if block_hash in self._arriving:
-                    return False
-                stored.append(index)
-        if not stored or len(stored) * size < self._least_tokens or not self._has_room(request):
+        size = group.block_size
+        most = (len(request.token_ids) - 1) // size
+        hashes = leading_hashes(request, size, most)[:most]
+        count, missing = self._kept_prefix(hashes)
+        state = hashes[count - 1] if count and self._lacks_snapshot(hashes[count - 1]) else None
+        if not missing and state is None:
             return True
-        return not self._load(request, stored)
+        if any(self._blocks.is_arriving(hashes[index]) for index in missing):
+            return False
+        if state is not None and self._states is not None and self._states.is_arriving(state):
+            return False
+        held = group.longest_prefix(request, count * size)
+        if self._snapshots is not None:
+            held = self._snapshots.longest_prefix(request, held)
+        if count * size - held < self._least_tokens or not self._has_room(request):
+            return True
+        return not self._load(request, held, hashes[:count], missing, state)
+
+    def _kept_prefix(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
+        """Return the number of leading blocks that any place has, and the indices of those that the KV cache lacks.
+
+        With recurrences, the blocks end at a snapshot that any place has.
+        """
+        assert self._group is not None
+        count, missing = len(hashes), []
+        for index, block_hash in enumerate(hashes):
+            if self._group.pool.find(block_hash) is None:
+                if block_hash not in self._blocks:
+                    count = index
+                    break
+                missing.append(index)
+        if (states := self._states) is not None:
+            while count and self._lacks_snapshot(hashes[count - 1]) and hashes[count - 1] not in states:
+                count -= 1
+            missing = [index for index in missing if index < count]
+        return count, missing
+
+    def _lacks_snapshot(self, block_hash: bytes) -> bool:
+        return self._snapshots is not None and block_hash not in self._snapshots
 
     def _has_room(self, request: Request) -> bool:
         assert self._group is not None
         num_tokens = len(request.token_ids)
         return self._group.has_room(request, num_tokens, self._group.longest_prefix(request, num_tokens - 1), 0)
 
-    def _load(self, request: Request, stored: Sequence[int]) -> bool:
-        """Begin to load blocks, by index in the prefix. Returns whether any is loaded."""
+    def _load(
+        self, request: Request, held: int, hashes: Sequence[bytes], missing: Sequence[int], state: bytes | None
+    ) -> bool:
+        """Begin to load blocks, by index in the prefix, and a snapshot. Returns whether anything is loaded."""
         assert self._group is not None
-        hashes = leading_hashes(request, self._group.block_size, stored[-1] + 1)
-        slots: dict[int, int] = {}
-        files: list[tuple[int, str]] = []
-        if self._writes:
+        if self._files.is_writing:
             self._look()
-        known = [self._slots.use(hashes[index]) for index in stored]
-        for slot in known:
-            if slot is not None:
-                self._slots.pin(slot)
-        for index, slot in zip(stored, known, strict=True):
-            if slot is None:
-                if (slot := self._slots.take(hashes[index])) is None:
-                    break  # what follows is computed
-                self._slots.pin(slot)
-                files.append((slot, hashes[index].hex()))
-                self._use_file(hashes[index])
-            slots[index] = slot
-        for slot in known[len(slots) :]:
-            if slot is not None:
-                self._slots.unpin(slot)
-        self._has_waited[request] = 0
-        if not slots:
+        self._has_waited[request] = sys.maxsize
+        parts = self._begin(self._blocks, [hashes[index] for index in missing])
+        of_state: list[Part] = []
+        row = None
+        if len(parts) < len(missing) and self._states is not None:
+            self._cancel(self._blocks, parts)  # blocks before the snapshot are no use alone
             return False
-        fill = self._group.begin_fill(request, max(slots) + 1)
+        if state is not None:
+            assert self._states is not None
+            assert self._snapshots is not None
+            of_state = self._begin(self._states, [state])
+            row = self._snapshots.begin_fill(state) if of_state else None
+            if row is None:
+                self._cancel(self._states, of_state)
+                self._cancel(self._blocks, parts)
+                return False
+        blocks = dict(zip(missing, parts, strict=False))  # what follows these is computed
+        if not blocks and row is None:
+            return False
+        count = len(hashes) if len(parts) == len(missing) else max(blocks) + 1
+        fill = self._group.begin_fill(request, count)
         self._num_loads += 1
-        self._loads[self._num_loads] = Load(fill, slots, len(files))
-        self._arriving.update(hashes[index] for index in slots)
-        blocks = [fill.blocks[index] for index in slots]
-        self._tell(LOAD, number=self._num_loads, blocks=blocks, slots=[*slots.values()], files=files)
+        self._loads[self._num_loads] = Load(fill, held, blocks, None if row is None else (row, of_state[0]))
+        copies = {BLOCKS: _copies(parts, [fill.blocks[index] for index in blocks])}
+        if row is not None:
+            copies[STATES] = _copies(of_state, [row])
+        self._tell(LOAD, number=self._num_loads, copies=copies)
         return True
 
-    def _has_file(self, block_hash: bytes) -> bool:
-        return self._files is not None and self._uses_files and block_hash.hex() in self._files
+    def _begin(self, kept: KeptRows, hashes: Sequence[bytes]) -> list[Part]:
+        found = zip(hashes, kept.begin_load(hashes), strict=False)
+        return [Part(block_hash, slot, name) for block_hash, (slot, name) in found]
 
-    def _use_file(self, block_hash: bytes) -> None:
-        assert self._files is not None
-        self._files.use(block_hash.hex())
+    def _cancel(self, kept: KeptRows, parts: Sequence[Part]) -> None:
+        for part in parts:
+            kept.end_load(part.block_hash, part.slot, forget=part.name is not None)
 
     def reconsiders(self) -> bool:
         if self._loads:
@@ -283,47 +308,36 @@ class HostBlocks(PlanFeature):
                 if load.num_ranks == len(ranks):
                     self._end_load(self._loads.pop(number))
             for name, is_there in written:
-                write = self._writes[name]
-                write.is_there &= is_there
-                write.num_ranks += 1
-                if write.num_ranks == len(ranks):
-                    self._end_write(name, self._writes.pop(name))
-
-    def _end_write(self, name: str, write: Write) -> None:
-        assert self._files is not None
-        self._slots.unpin(write.slot)
-        self._counts["kv_offload_written"] += write.is_there
-        if not write.is_there:
-            self._lose_file(name)
-
-    def _lose_file(self, name: str) -> None:
-        assert self._files is not None
-        self._counts["kv_offload_file_errors"] += 1
-        self._files.drop(name)
-        self._to_remove.append(name)  # other ranks may have it
+                self._files.end_write(name, is_there, len(ranks))
 
     def _end_load(self, load: Load) -> None:
         assert self._group is not None
-        filled = {index for index, slot in load.slots.items() if not load.is_stale and slot not in load.failed}
-        for index, slot in load.slots.items():
-            block_hash = load.fill.hashes[index]
-            self._arriving.discard(block_hash)
-            if slot in load.failed:
-                self._lose_file(block_hash.hex())
-                if not load.is_stale:
-                    self._slots.drop(block_hash)
-            self._slots.unpin(slot)
+        filled = {index for index, part in load.blocks.items() if self._end_part(self._blocks, load, part)}
+        if load.state is not None:
+            assert self._states is not None
+            assert self._snapshots is not None
+            slot, part = load.state
+            self._snapshots.end_fill(slot, filled=self._end_part(self._states, load, part))
         self._group.end_fill(load.fill, filled)
-        self._counts["kv_offload_loaded"] += len(filled)
-        self._counts["kv_offload_read"] += load.num_files - len(load.failed)
-        if (request := load.fill.request) in self._has_waited:
-            self._has_waited[request] = len(filled) * self._group.block_size
+        if (request := load.fill.request) in self._has_waited and not load.is_stale:
+            self._has_waited[request] = load.held
         self._any_arrived = True
 
+    def _end_part(self, kept: KeptRows, load: Load, part: Part) -> bool:
+        """Note the end of a row's copy. Returns whether the row has its contents now."""
+        has_failed = part.name in load.failed
+        if has_failed and part.name is not None:
+            self._files.lose(part.name)
+        kept.end_load(part.block_hash, part.slot, forget=has_failed and not load.is_stale)
+        is_there = not has_failed and not load.is_stale
+        kept.loaded += is_there
+        self._counts["read" if kept is self._blocks else "read_states"] += part.name is not None and not has_failed
+        return is_there
+
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        hits = self._has_waited.pop(request, 0)
-        self._counts["kv_offload_queries"] += len(request.token_ids) - request.num_computed_tokens + hits
-        self._counts["kv_offload_hits"] += hits
+        hits = max(0, request.num_computed_tokens - self._has_waited.pop(request, sys.maxsize))
+        self._counts["queries"] += len(request.token_ids) - request.num_computed_tokens + hits
+        self._counts["hits"] += hits
 
     def ended(self, request: Request) -> None:
         self._has_waited.pop(request, None)
@@ -332,13 +346,32 @@ class HostBlocks(PlanFeature):
         return self._call_ranks(ControlCall(f"{NAME}.{name}", arguments))
 
     def metrics(self) -> dict[str, Any]:
-        own = {"kv_offload_blocks": len(self._slots), "kv_offload_slots": self._slots.count}
-        return {**self._counts, **own, "kv_offload_files": 0 if self._files is None else len(self._files)}
+        found = {
+            "saved": self._blocks.saved,
+            "loaded": self._blocks.loaded,
+            **self._counts,
+            "written": self._files.written,
+            "file_errors": self._files.errors,
+            "blocks": len(self._blocks.slots),
+            "slots": self._blocks.slots.count,
+            "files": len(self._files),
+        }
+        if (states := self._states) is not None:
+            found |= {"saved_states": states.saved, "loaded_states": states.loaded}
+            found |= {"states": len(states.slots), "state_slots": states.slots.count}
+        else:
+            del found["read_states"]
+        return {f"{NAME}_{name}": value for name, value in found.items()}
 
     def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
+        self._files.close()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless the slots are consistent."""
-        self._slots.check_integrity()
+        """Raise RuntimeError if the slots are inconsistent."""
+        for kept in self._kinds:
+            kept.slots.check_integrity()
+
+
+def _copies(parts: Sequence[Part], rows: list[int]) -> Copies:
+    files = [(part.slot, part.name) for part in parts if part.name is not None]
+    return Copies([part.slot for part in parts], rows, files)

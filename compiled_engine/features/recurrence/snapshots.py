@@ -10,6 +10,9 @@ repeated prompt. It takes another at the end of its longest prefix with cached b
 more prompts are likely to do so. A step must end at both places, so that the state exists there. A step first copies
 snapshots to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of
 scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix immediately.
+
+Another feature may copy snapshots elsewhere, as their watcher, and back to slots that it holds meanwhile (`begin_fill`,
+`end_fill`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from compiled_engine.engine.block_pool import BlockGroup, leading_hashes
-from compiled_engine.engine.cache_resource import FindableResource
+from compiled_engine.engine.cache_resource import FillableResource, PlaceWatcher
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
@@ -30,7 +33,7 @@ LEAST_GAIN = 64
 
 
 class StateSnapshots(PlanFeature):
-    """Plans snapshots, as a FindableResource. A request holds no snapshot: its state is copied from one at admission.
+    """Plans snapshots, as a FillableResource. A request holds no snapshot: its state is copied from one at admission.
 
     `num_slots` is the number of snapshots; the least recently used one is evicted. The extras of a NewRequest hold the
     slot of the snapshot that it begins with. The extras of a SchedulerOutput map request ids to the slots that their
@@ -49,8 +52,15 @@ class StateSnapshots(PlanFeature):
         # Slots that the step being planned writes, by hash and by request.
         self._unwritten: dict[bytes, int] = {}
         self._saved: dict[str, int] = {}
+        self._begun_with: set[bytes] = set()  # snapshots that its new requests begin with
+        self._filling: dict[int, bytes] = {}  # hashes of slots that another feature fills
+        self.watcher: PlaceWatcher | None = None
 
-    def resources(self, groups: Sequence[BlockGroup]) -> Sequence[FindableResource]:
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Return whether the snapshot of a prefix can be found, by the hash of its last block."""
+        return block_hash in self._slots and block_hash not in self._unwritten
+
+    def resources(self, groups: Sequence[BlockGroup]) -> Sequence[FillableResource]:
         self._groups = groups
         return (self,)
 
@@ -58,7 +68,7 @@ class StateSnapshots(PlanFeature):
         count = most // self.block_size
         hashes = leading_hashes(request, self.block_size, count)
         for index in range(count, 0, -1):
-            if hashes[index - 1] in self._slots and hashes[index - 1] not in self._unwritten:
+            if hashes[index - 1] in self:
                 return index * self.block_size
         return 0
 
@@ -89,7 +99,9 @@ class StateSnapshots(PlanFeature):
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         if num_cached := request.num_computed_tokens:
-            extras[NAME] = self._slots[self._hash(request, num_cached)]
+            key = self._hash(request, num_cached)
+            extras[NAME] = self._slots[key]
+            self._begun_with.add(key)
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
         """Plan to save the request's state after the step, in a snapshot.
@@ -100,20 +112,43 @@ class StateSnapshots(PlanFeature):
         if key in self._slots:
             self._slots.move_to_end(key)
             return
+        if (slot := self._take_slot(self._unwritten)) is not None:
+            self._slots[key] = self._unwritten[key] = self._saved[request.request_id] = slot
+            if self.watcher is not None:
+                self.watcher.place_taken(slot, key)
+
+    def _take_slot(self, kept: Collection[bytes]) -> int | None:
+        """Return a free slot, or that of the least recently used snapshot that is not to be kept; None without one."""
         if self._free:
-            slot = self._free.pop()
+            return self._free.pop()
+        oldest = next((known for known in self._slots if known not in kept), None)
+        if oldest is None:
+            return None
+        slot = self._slots.pop(oldest)
+        if self.watcher is not None:
+            self.watcher.place_evicted(slot)
+        return slot
+
+    def begin_fill(self, block_hash: bytes) -> int | None:
+        slot = self._take_slot(self._unwritten.keys() | self._begun_with)
+        if slot is not None:
+            self._filling[slot] = block_hash
+        return slot
+
+    def end_fill(self, place: int, *, filled: bool) -> None:
+        block_hash = self._filling.pop(place)
+        if filled and block_hash not in self._slots:
+            self._slots[block_hash] = place
         else:
-            oldest = next((known for known in self._slots if known not in self._unwritten), None)
-            if oldest is None:
-                return
-            slot = self._slots.pop(oldest)
-        self._slots[key] = self._unwritten[key] = self._saved[request.request_id] = slot
+            self._free.append(place)
 
     def planned(self, step: StepInFlight) -> None:
+        self._begun_with.clear()
         if self._saved:
             step.output.extras[NAME], self._saved = self._saved, {}
 
     def failed(self) -> None:
+        self._begun_with.clear()
         self._saved = {}
 
     def take_registered(self) -> list[int]:
@@ -125,7 +160,9 @@ class StateSnapshots(PlanFeature):
         """Free these slots, because their states were not written."""
         gone = set(slots)
         for key in [key for key, slot in self._slots.items() if slot in gone]:
-            self._free.append(self._slots.pop(key))
+            self._free.append(slot := self._slots.pop(key))
+            if self.watcher is not None:
+                self.watcher.place_dropped(slot)
 
     def unregister_all(self) -> None:
         """Free all slots."""
@@ -135,9 +172,9 @@ class StateSnapshots(PlanFeature):
         """Do nothing, since requests hold no snapshots."""
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        slots = sorted([*self._free, *self._slots.values()])
+        slots = sorted([*self._free, *self._slots.values(), *self._filling])
         if slots != list(range(self.num_slots)):
-            raise RuntimeError(f"of {self.num_slots} slots of snapshots these are free or used: {slots}")
+            raise RuntimeError(f"of {self.num_slots} slots of snapshots these are free, used or filled: {slots}")
 
     def _hash(self, request: Request, num_tokens: int) -> bytes:
         count = num_tokens // self.block_size

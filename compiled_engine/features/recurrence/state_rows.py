@@ -63,3 +63,8 @@ class StateRows(StepFeature):
         if row not in self._views:
             self._views[row] = [[tensor[row] for tensor in group] for group in self._groups]
         return self._views[row]
+
+
+def snapshot_rows(recurrences: Recurrences, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the rows of snapshots [num_snapshots, ...] in each state that snapshots have. `tensors`: by name."""
+    return [tensors[state.name][recurrences.num_rows :] for state in recurrences.states if state.in_snapshots]

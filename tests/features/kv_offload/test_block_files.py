@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from compiled_engine.features.kv_offload.block_files import HEADER, BlockFiles
-from compiled_engine.features.kv_offload.file_index import FileIndex
+from compiled_engine.features.kv_offload.file_index import STATE_SUFFIX, FileIndex
 
 SIZE = 100_000
 
@@ -141,6 +141,22 @@ def test_an_index_keeps_what_was_used_last(tmp_path: Path) -> None:
     assert index.add("ab09") == ["ab04"]
     index.drop("ab09")
     assert len(index) == 2
+    index.close()
+
+
+def test_a_snapshot_takes_the_place_of_several_blocks(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path / "model" / "0" / "0")
+    for name in ("ab01", "ab02", f"ab02{STATE_SUFFIX}", "ab03"):
+        files.write(name, row(1))
+        time.sleep(0.02)
+    index = FileIndex(tmp_path / "model", 5, 1, most_bytes=1 << 30, state_weight=3)
+    assert [name in index for name in ("ab01", "ab02", f"ab02{STATE_SUFFIX}", "ab03")] == [False, True, True, True]
+    assert index.add("ab04") == ["ab02"]
+    index.use(f"ab02{STATE_SUFFIX}")
+    assert index.add(f"ab04{STATE_SUFFIX}") == ["ab03", "ab04", f"ab02{STATE_SUFFIX}"]
+    index.drop(f"ab04{STATE_SUFFIX}")
+    assert len(index) == 0
+    assert index.add("ab05") == []
     index.close()
 
 

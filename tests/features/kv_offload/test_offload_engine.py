@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
+from families import family, write_checkpoint
+from image_engines import Oracle, Outputs, Prompt, outputs_of, running
 
 from compiled_engine import LoRARequest
 from compiled_engine.llm import LLM
@@ -91,6 +94,79 @@ def test_a_restart_finds_its_prefixes(folder: Path, extra: dict[str, Any], size:
         assert values == pytest.approx(expected, abs=0.05 if extra else 1e-4)
     assert min(cached for _, _, cached in again) >= 300
     assert metrics["kv_offload_read"] > 0
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"async_scheduling": True},
+    "qwen3_5_text two ranks": {"tensor_parallel_size": 2},
+    "lfm2": {},
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.product(one_in=1000)) if "ranks" in case else case  # takes long
+        for case in RECURRENT
+    ],
+)
+def test_states_come_back_with_their_blocks(case: str, tmp_path: Path) -> None:
+    """The device has room for one snapshot, and a restart finds all of them in files."""
+    name, extra = case.split(maxsplit=1)[0], RECURRENT[case]
+    few = family(name)
+    write_checkpoint(tmp_path / "model", replace(few, changes={**few.changes, "max_position_embeddings": 512}))
+    options = OPTIONS | {"dtype": "float32", "mode": "eager"} | extra
+    files: dict[str, Any] = {"kv_offloading_size": 0.02, "kv_offloading_folder": tmp_path / "files"}
+    with LLM(tmp_path / "model", enable_prefix_caching=False, **options) as llm:
+        plain = outputs(llm)
+    for is_restart in (False, True):
+        with LLM(tmp_path / "model", num_state_snapshots=1, **options, **files) as llm:
+            found, metrics = outputs(llm), llm.metrics()
+        assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+        for (_, values, _), (_, expected, _) in zip(found, plain, strict=True):
+            assert values == pytest.approx(expected, abs=1e-4)
+        cached = [count for _, _, count in found]
+        assert cached == ([400] * 9 if is_restart else [0] * 3 + [400] * 6), "a prefix was not found, or only in part"
+        assert metrics["kv_offload_loaded_states"] >= 6
+        assert (metrics["kv_offload_read_states"] > 0) == is_restart
+        assert 0 < metrics["kv_offload_bytes"] <= 0.02 * (1 << 30)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_latent_rows_come_back(tmp_path: Path) -> None:
+    latent = family("deepseek_v3")
+    write_checkpoint(tmp_path, replace(latent, changes={**latent.changes, "max_position_embeddings": 512}))
+    options = OPTIONS | {"dtype": "float32", "mode": "eager"}
+    with LLM(tmp_path, enable_prefix_caching=False, **options) as llm:
+        assert llm.config.model.latent_dim
+        plain = outputs(llm)
+    with LLM(tmp_path, kv_offloading_size=0.01, **options) as llm:
+        found, metrics = outputs(llm), llm.metrics()
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+    assert [cached for _, _, cached in found] == [0] * 3 + [400] * 6
+    assert metrics["kv_offload_loaded"] > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_prompts_that_differ_in_an_image_alone_are_kept_apart(tmp_path: Path) -> None:
+    oracle = Oracle(tmp_path, "LlavaForConditionalGeneration")
+    text = [7 * place % 80 + 5 for place in range(300)]
+    pictures = {name: oracle.image(2, 3, seed=seed) for seed, name in enumerate(("one", "other"))}
+    prompts = {name: Prompt((5, None, *text), (picture,)) for name, picture in pictures.items()}
+    prompts["evicting"] = Prompt(tuple(reversed(text)) + (9,) * 100)
+    turns: dict[str, list[Outputs]] = {}
+    for kind, options in (("plain", {"enable_prefix_caching": False}), ("kept", {"kv_offloading_size": 0.02})):
+        with running(oracle, mode="eager", num_blocks=64, **options) as core:
+            names = [*prompts, *prompts]
+            turns[kind] = [outputs_of(core, [oracle.request(name, prompts[name])]) for name in names]
+            metrics = core.metrics()
+    for found, expected in zip(turns["kept"], turns["plain"], strict=True):
+        for name, (tokens, logprobs) in expected.items():
+            assert found[name][0] == tokens
+            assert found[name][1] == pytest.approx(logprobs, abs=1e-4)
+    assert turns["plain"][0]["one"] != turns["plain"][1]["other"]
+    assert metrics["kv_offload_hits"] >= 256
 
 
 FEW: dict[str, dict[str, Any]] = {

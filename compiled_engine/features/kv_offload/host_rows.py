@@ -1,0 +1,114 @@
+"""Rows of one kind on a rank's device, their slots in host memory, and the copies between both.
+
+A slot has the rank's part of a row, of every layer. Copies go through a buffer on the device, so that each copy over
+the bus is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from compiled_engine.features.kv_offload.host_memory import HostMemory
+from compiled_engine.rows.staged_writes import upload
+
+# Bytes of a buffer on the device in which rows are gathered; a row that is larger has more.
+STAGING_BYTES = 64 << 20
+
+
+class HostRows:
+    """Copies rows. tensors: returns those of all layers, each [N, ...]; a tensor that layers share comes once.
+
+    `stored` and `loaded` count rows that were copied out and in.
+    """
+
+    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
+        self._tensors, self._num_slots, self._device = tensors, num_slots, device
+        self._host: HostMemory | None = None
+        self.stored = self.loaded = 0
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory."""
+        return 0 if self._host is None else self._host.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self._staging.shape[-1]
+
+    def allocate_staging(self) -> None:
+        row_bytes = sum(tensor[0].nbytes for tensor in self._tensors())
+        rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
+        self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
+
+    def allocate_slots(self) -> None:
+        self._host = HostMemory(self._num_slots, self._staging.shape[1], pinned=self._device.type == "cuda")
+
+    def slot(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        return self._slots[slot].numpy().data
+
+    @torch.inference_mode()
+    def copy_out(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy rows to slots, on a GPU in the current stream."""
+        self.stored += len(rows)
+        for part_slots, part_rows in self._divided(slots, rows):
+            indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
+            for tensor, part in self._parts(staging):
+                part.copy_(tensor.index_select(0, indices))
+            for start, stop in _runs(part_slots):
+                first = part_slots[start]
+                self._slots[first : first + stop - start].copy_(staging[start:stop], non_blocking=True)
+
+    @torch.inference_mode()
+    def copy_in(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy slots to rows, on a GPU in the current stream."""
+        self.loaded += len(rows)
+        for part_slots, part_rows in self._divided(slots, rows):
+            indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
+            for start, stop in _runs(part_slots):
+                first = part_slots[start]
+                staging[start:stop].copy_(self._slots[first : first + stop - start], non_blocking=True)
+            for tensor, part in self._parts(staging):
+                tensor.index_copy_(0, indices, part)
+
+    def close(self) -> None:
+        """Give the memory back. No copy may be running."""
+        if self._host is not None:
+            self._host.close()
+        self._host = None
+        self._tensors, self._staging = tuple, torch.empty(0)
+
+    @property
+    def _slots(self) -> torch.Tensor:
+        assert self._host is not None
+        return self._host.rows
+
+    def _divided(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield slots, which ascend, and their rows, as many at a time as the staging buffer has room for."""
+        pairs = sorted(zip(slots, rows, strict=True))
+        for start in range(0, len(pairs), len(self._staging)):
+            part = pairs[start : start + len(self._staging)]
+            yield [slot for slot, _ in part], [row for _, row in part]
+
+    def _parts(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor [N, words] and its part of the staging buffer, in the widest words that fit all."""
+        tensors = [tensor.view(torch.uint8).flatten(1) for tensor in self._tensors() if tensor.numel()]
+        word = torch.int64 if all(tensor.shape[1] % 8 == 0 for tensor in tensors) else torch.uint8
+        start = 0
+        for tensor in tensors:
+            stop = start + tensor.shape[1]
+            yield tensor.view(word), staging.view(word)[:, start // word.itemsize : stop // word.itemsize]
+            start = stop
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the places of each run of consecutive numbers."""
+    start = 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+            yield start, place
+            start = place

@@ -1,0 +1,91 @@
+"""The planning part of files: what is being written, and what must be removed.
+
+Without a FileIndex there are no files. Once the prefix cache was emptied, files are neither read nor written, as the
+weights may not be those of the checkpoint any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_engine.features.kv_offload.file_index import FileIndex
+from compiled_engine.features.kv_offload.slots import Slots
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """A slot that is being written to files."""
+
+    slots: Slots
+    slot: int
+    is_there: bool = True  # on all ranks so far
+    num_ranks: int = 0  # that have ended
+
+
+class KeptFiles:
+    """The files of an engine, by name. `are_used` says whether files are read and written.
+
+    `written` and `errors` count files that were written, and faults.
+    """
+
+    def __init__(self, index: FileIndex | None) -> None:
+        self._index, self.are_used = index, index is not None
+        self._writes: dict[str, Write] = {}
+        self._to_remove: list[str] = []
+        self.written = self.errors = 0
+
+    def __len__(self) -> int:
+        return 0 if self._index is None else len(self._index)
+
+    def __contains__(self, name: str) -> bool:
+        return self._index is not None and self.are_used and name in self._index
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writes)
+
+    def use(self, name: str) -> None:
+        """Make a file the most recently used one."""
+        assert self._index is not None
+        self._index.use(name)
+
+    def begin_write(self, name: str, slots: Slots, slot: int) -> bool:
+        """Return whether a slot must be written to a file, which keeps it from being given away."""
+        if self._index is None or not self.are_used or name in self._index or name in self._writes:
+            return False
+        self._to_remove += self._index.add(name)
+        self._writes[name] = Write(slots, slot)
+        slots.pin(slot)
+        return True
+
+    def end_write(self, name: str, is_there: bool, num_ranks: int) -> None:
+        """Note that one of `num_ranks` ranks has written a file, or could not."""
+        write = self._writes[name]
+        write.is_there &= is_there
+        write.num_ranks += 1
+        if write.num_ranks == num_ranks:
+            del self._writes[name]
+            write.slots.unpin(write.slot)
+            self.written += write.is_there
+            if not write.is_there:
+                self.lose(name)
+
+    def lose(self, name: str) -> None:
+        """Forget a file that a rank could not write or read."""
+        assert self._index is not None
+        self.errors += 1
+        self._index.drop(name)
+        self._to_remove.append(name)  # other ranks may have it
+
+    def take_removed(self) -> list[str]:
+        """Return the names of files to remove, each once."""
+        removed, self._to_remove = self._to_remove, []
+        return removed
+
+    def stop(self) -> None:
+        """Read and write no more files."""
+        self.are_used = False
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()

@@ -1,0 +1,117 @@
+"""The planning part of rows of one kind: which of them host memory has, and which are still to be copied there.
+
+A row is a block of the KV cache, or a snapshot of recurrent states. Both are found by the hash of the block that ends
+there. A row is copied to a slot once its contents are written, that is, when a step was processed that was planned
+after the row's registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from compiled_engine.features.kv_offload.extras import Copies
+from compiled_engine.features.kv_offload.kept_files import KeptFiles
+from compiled_engine.features.kv_offload.slots import Slots
+
+
+class KeptRows:
+    """The rows of a kind, see extras.py, of an engine with `num_slots` slots for them.
+
+    suffix: of their files' names, after the hash. `saved` and `loaded` count copies to host memory and back.
+    """
+
+    def __init__(self, kind: str, num_slots: int, files: KeptFiles, suffix: str = "") -> None:
+        self.kind, self.slots, self.saved, self.loaded = kind, Slots(num_slots), 0, 0
+        self._files, self._suffix = files, suffix
+        # Registered rows that are not copied yet, the oldest first: hash, and number of the step to wait for.
+        self._unsaved: dict[int, tuple[bytes, int]] = {}
+        self._leaving: dict[int, int] = {}  # the number of the last save of rows that were not reused since
+        self._arriving: set[bytes] = set()  # hashes of rows that are being loaded
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Return whether host memory or files have a row."""
+        return block_hash in self.slots or (self._files.are_used and self.name_of(block_hash) in self._files)
+
+    def name_of(self, block_hash: bytes) -> str:
+        """Return the name of a row's file."""
+        return block_hash.hex() + self._suffix
+
+    def is_arriving(self, block_hash: bytes) -> bool:
+        return block_hash in self._arriving
+
+    # Copies to host memory
+
+    def registered(self, row: int, block_hash: bytes, step: int) -> None:
+        """Note a row whose contents are there once this step was processed."""
+        if self.slots.use(block_hash) is None:
+            self._unsaved[row] = block_hash, step
+
+    def evicted(self, row: int) -> int:
+        """Note a row that is reused. Returns the number of the save that the reuse follows, 0 if there is none."""
+        self._unsaved.pop(row, None)
+        return self._leaving.pop(row, 0)
+
+    def dropped(self, row: int) -> None:
+        """Note a row whose contents were not written."""
+        self._unsaved.pop(row, None)
+
+    def written_by(self, step: int) -> list[int]:
+        """Return the rows to copy whose contents are there, as this step was processed."""
+        return [*takewhile(lambda row: self._unsaved[row][1] <= step, self._unsaved)]
+
+    def begin_save(self, rows: Sequence[int], number: int) -> Copies:
+        """Return the copies of a save of these rows, as far as slots can be given to them."""
+        copies = Copies([], [], [])
+        for row in rows:
+            block_hash, _ = self._unsaved.pop(row)
+            if self.slots.use(block_hash) is None and (slot := self.slots.take(block_hash)) is not None:
+                copies.slots.append(slot)
+                copies.rows.append(row)
+                self.slots.pin(slot)  # a slot has one row in a save
+                if self._files.begin_write(name := self.name_of(block_hash), self.slots, slot):
+                    copies.files.append((slot, name))
+        for slot in copies.slots:
+            self.slots.unpin(slot)
+        self._leaving.update(dict.fromkeys(copies.rows, number))
+        self.saved += len(copies.slots)
+        return copies
+
+    # Copies back
+
+    def begin_load(self, hashes: Sequence[bytes]) -> list[tuple[int, str | None]]:
+        """Return a pinned slot for each of the first of these rows, and the name of the file that is read into it.
+
+        The name is None if the slot has the row. There are fewer slots than hashes if no more can be given away.
+        """
+        known = [self.slots.use(block_hash) for block_hash in hashes]
+        for slot in known:
+            if slot is not None:
+                self.slots.pin(slot)
+        found: list[tuple[int, str | None]] = []
+        for block_hash, slot in zip(hashes, known, strict=True):
+            name = None
+            if slot is None:
+                if (slot := self.slots.take(block_hash)) is None:
+                    break
+                self.slots.pin(slot)
+                self._files.use(name := self.name_of(block_hash))
+            found.append((slot, name))
+        for slot in known[len(found) :]:
+            if slot is not None:
+                self.slots.unpin(slot)
+        self._arriving.update(hashes[: len(found)])
+        return found
+
+    def end_load(self, block_hash: bytes, slot: int, *, forget: bool) -> None:
+        """Unpin a slot of `begin_load`. forget: the slot does not have the row."""
+        self._arriving.discard(block_hash)
+        if forget:
+            self.slots.drop(block_hash)
+        self.slots.unpin(slot)
+
+    def clear(self) -> None:
+        """Forget all rows, as their contents may have changed their meaning."""
+        self.slots.clear()
+        self._unsaved.clear()
+        self._leaving.clear()
