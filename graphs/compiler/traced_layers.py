@@ -63,7 +63,7 @@ class TracedLayers:
             return
         every = list(self.stack)
         for number in set(range(len(self.classes))) - set(self.numbers):
-            self.stack[number] = _Identity(self.in_tuple)
+            self.stack[number] = _Identity(every[number], self.in_tuple)
         try:
             yield
         finally:
@@ -102,11 +102,14 @@ class TracedLayers:
 class _Identity(nn.Module):
     """A module that returns its first argument, in a tuple if `in_tuple` is set.
 
-    It replaces a layer of transformers' code that is not traced.
+    It replaces a layer of transformers' code that is not traced, and has that layer's plain attributes, since the loop
+    over layers may read them: Nemotron-H's chooses a mask by `block_type`.
     """
 
-    def __init__(self, in_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
         super().__init__()
+        plain = (str, int, float, type(None))
+        vars(self).update({name: value for name, value in vars(layer).items() if isinstance(value, plain)})
         self.in_tuple = in_tuple
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:

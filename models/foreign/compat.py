@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -72,8 +73,11 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
+@cache
 def mixed(ours: type, theirs: type) -> type:
     """Return a class with the methods of `ours` before those of `theirs`, under the name of `theirs`.
+
+    It is the same class for the same arguments, so that layers of a model stay alike and few of them are traced.
 
     An object keeps its parameters' names if its class is replaced by this one. transformers treats a class whose
     __module__ is not its own as custom code, without weight conversions.

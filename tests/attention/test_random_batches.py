@@ -44,7 +44,7 @@ def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_a_gpu(part: int, backend: str, pytestconfig: pytest.Config) -> None:
     wrong = {}
-    for seed in seeds(pytestconfig, part, 4):
+    for seed in seeds(pytestconfig, part, 2):
         case, dtype = random_case(seed, "large"), (torch.bfloat16, torch.float16)[seed % 2]
         text = verdict(backend, case, "cuda", dtype, captured=backend == "triton" and seed % 3 == 0)
         if text not in ("right", "refused"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import family, write_checkpoint
 from speech_models import save_config
 from tiny_models import tiny_config
 from torch import fx, nn
@@ -389,6 +390,30 @@ def test_few_layers_of_a_speech_model_are_traced(
     signature = callables_of(config)[callable_name]
     few = trace(model_of(config), signature)
     assert few.dynamo_graph.startswith(f"# Of model.{stack}.layers the layers [0, 1, 3];")
+    monkeypatch.setattr(trace_module, "traced_layers", lambda model: ())
+    every = trace(model_of(config), signature)
+    assert computed(few) == computed(every)
+
+
+# Type of a model of transformers' code, its fields, and which of its layers are traced.
+_MIXERS = ["linear_attention", "mlp"] * 5 + ["full_attention", "mlp"]
+FOREIGN = [
+    # The loop over layers reads `block_type` of each; the only attention is behind a mixer and before an MLP.
+    ("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11)),
+    ("deepseek_v3", {"num_hidden_layers": 6}, (0, 1, 2, 5)),  # attention of a class of ours
+    ("bloom", {"num_hidden_layers": 5}, (0, 1, 4)),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "numbers"), FOREIGN)
+def test_few_layers_of_transformers_code_are_traced(
+    name: str, fields: dict[str, Any], numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, replace(family(name), changes={**family(name).changes, **fields}))
+    config = resolve(EngineOptions(model=tmp_path, load_format="dummy", device="cpu", skip_tokenizer_init=True))
+    signature = forward_signature(config)
+    few = trace(model_of(config), signature)
+    assert f"the layers {list(numbers)}" in few.dynamo_graph
     monkeypatch.setattr(trace_module, "traced_layers", lambda model: ())
     every = trace(model_of(config), signature)
     assert computed(few) == computed(every)
