@@ -320,11 +320,17 @@ def test_wide_heads(
 
 
 @pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("query_len", [4, 9])
 @pytest.mark.parametrize(("dtype", "shape"), WIDE)
-def test_drafts_and_images_of_wide_heads(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
-    for query_len in (4, 9):
-        check(decode(dtype, shape, 1, query_len), dtype, shape, spilled=8 if dtype == torch.bfloat16 else 0)
-    check(prefill(dtype, shape, 0)._replace(images=True), dtype, shape)
+def test_drafts_of_wide_heads(check: Callable[..., str], dtype: torch.dtype, shape: Shape, query_len: int) -> None:
+    check(decode(dtype, shape, 1, query_len), dtype, shape, spilled=8 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize(("dtype", "shape"), WIDE)
+def test_images_of_wide_heads(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
+    # With a padded tail Triton 3.9 spills an address.
+    check(prefill(dtype, shape, 0)._replace(images=True), dtype, shape, spilled=8 if shape[2] == 320 else 0)
 
 
 @pytest.mark.product(one_in=1000)
@@ -386,10 +392,10 @@ def test_caches_of_8_bits(
 
 
 @pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("of", [partial(prefill, max_seq_len=0), partial(decode, programs=1), listed_decode])
 @pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("dtype", "shape"), WIDE)
 def test_wide_heads_in_caches_of_8_bits(
-    check: Callable[..., str], dtype: torch.dtype, shape: Shape, cache: torch.dtype
+    check: Callable[..., str], of: Callable[..., Compilation], dtype: torch.dtype, shape: Shape, cache: torch.dtype
 ) -> None:
-    for compilation in (prefill(dtype, shape, 0), decode(dtype, shape, 1), listed_decode(dtype, shape)):
-        check(compilation, dtype, shape, spilled=8, cache=cache)
+    check(of(dtype, shape), dtype, shape, spilled=8, cache=cache)

@@ -36,6 +36,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
         small = {"device": "cpu", "max_num_batched_tokens": 320, "max_num_seqs": 4, "progress": False}
         if mode != "eager":
             small |= {"cache_dir": tmp_path / "cache", "strict_passes": True}
+            small |= {"compile_ranges": ()} if mode == "compiled" else {}
         made.append(LLM(path, mode=mode, **small | options))
         return made[-1]
 

@@ -116,7 +116,11 @@ def test_a_fork_may_have_an_engine_of_its_own_if_no_threads_were_used(threads: i
         assert found[3].startswith("an engine cannot run in a fork of a process that has run one; use multiprocessing")
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "data_parallel_size"])
+# Cores of replicas are processes of the same kind as that of AsyncLLM.
+REPLICAS = pytest.mark.shown_by("engine/test_forks.py::test_an_async_engine_is_refused_in_a_fork_and_stays")
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=REPLICAS)])
 def test_a_fork_that_drops_an_engine_does_not_end_its_processes(parallel: str) -> None:
     found, tokens = run_program(PROGRAM + ENGINE_HERE, SMALL | {parallel: 2}, threads=2, makes=False)
     assert [text.startswith(f"this LLM {ELSEWHERE}") for text in found[:2]] == [True, True]

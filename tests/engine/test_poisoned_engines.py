@@ -15,7 +15,7 @@ from compiled_engine import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Of batches, and of the requests of each.
-ROUNDS, COUNT = 3, 12
+ROUNDS, COUNT = 2, 12
 EVERY = [
     pytest.param(name, marks=() if kind.options.get("mode") == "eager" else pytest.mark.product(one_in=1000))
     for name, kind in KINDS.items()

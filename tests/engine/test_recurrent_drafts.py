@@ -141,7 +141,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {},
     "few blocks, two steps in flight": {"async_scheduling": True, "num_blocks": 44},
     "few snapshots": {"num_state_snapshots": 2, "async_scheduling": True},
-    "compiled": {"mode": "compiled"},
+    "compiled": {"mode": "compiled", "compile_ranges": ()},
 }
 
 

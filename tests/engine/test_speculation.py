@@ -228,9 +228,10 @@ class _Launched(StepFeature):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "eager", "attention_backend": "torch"}, {"async_scheduling": True}], ids=str
+    ("num_drafts", "options"),
+    [(1, {"async_scheduling": True}), (3, {"mode": "eager", "attention_backend": "torch"})],
+    ids=str,
 )
-@pytest.mark.parametrize("num_drafts", [1, 3])
 def test_the_host_need_not_know_the_drafts(
     num_drafts: int, options: dict[str, Any], text: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

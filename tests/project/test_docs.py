@@ -85,7 +85,7 @@ def commands(*, with_fragments: bool) -> Iterator[Any]:
                 for line in lines_of(block):
                     if with_fragments and not line.startswith("compiled-engine "):
                         continue
-                    is_alone = re.search("generate .*--(disable|verify)-pass", line) and not with_fragments
+                    is_alone = re.search("(generate|inspect) .*--(disable|verify)-pass", line) and not with_fragments
                     marks = COMPILED_ALONE if is_alone else ()
                     yield pytest.param(line, id=f"{block.name} {line}", marks=marks)
 

@@ -65,11 +65,11 @@ def test_the_client_of_openai_gets_the_vectors(embedder: RunningServer, folder: 
         (cut,) = client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8).data
     for answer in (by_default, as_floats, of_ids):
         assert [each.index for each in answer.data] == [0, 1, 2]
-        np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-6)
+        np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
-    np.testing.assert_allclose(one.embedding, expected[0], atol=1e-6)
+    np.testing.assert_allclose(one.embedding, expected[0], atol=1e-5)
     first = np.array(expected[0][:8])
-    np.testing.assert_allclose(cut.embedding, first / np.linalg.norm(first), atol=1e-6)
+    np.testing.assert_allclose(cut.embedding, first / np.linalg.norm(first), atol=1e-5)
 
 
 def test_a_request_names_an_adapter_as_its_model(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_vectors_in_the_shape_of_cohere(embedder: RunningServer) -> None:
     tokens = plain["usage"]["prompt_tokens"]
     assert answer["meta"] == {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens}}
     assert set(answer["embeddings"]) == {"float"}
-    np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-6)
+    np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-5)
     kinds = ["ubinary", "float", "binary", "base64", "float"]
     forms = of_embed(embedder, embedding_types=kinds, output_dimension=16)["embeddings"]
     cut = np.array(forms["float"])
@@ -138,7 +138,7 @@ def test_the_type_of_a_text_is_a_prompt_of_the_model(embedder: RunningServer, re
     asked = post(embedder, "/v1/embeddings", input=TEXTS, prompt_name="query").json()
     expected = [each["embedding"] for each in asked["data"]]
     for name in ("query", "search_query"):
-        np.testing.assert_allclose(of_embed(embedder, input_type=name)["embeddings"]["float"], expected, atol=1e-6)
+        np.testing.assert_allclose(of_embed(embedder, input_type=name)["embeddings"]["float"], expected, atol=1e-5)
     warned = post(reranker, "/v2/embed", texts=TEXTS, input_type="search_query")
     assert error_of(warned)["message"].startswith("task is 'embed', but the model can classify")
 
@@ -463,7 +463,7 @@ def test_a_chat_is_embedded_as_its_template_writes_it(tmp_path: Path) -> None:
         assert "data" in chat, chat
         text = post(server, "/v1/embeddings", input="system: fox\nuser: dog\n.").json()
         rows = post(server, "/pooling", messages=messages, task="token_embed").json()
-    assert chat["data"][0]["embedding"] == pytest.approx(text["data"][0]["embedding"], abs=1e-6)
+    assert chat["data"][0]["embedding"] == pytest.approx(text["data"][0]["embedding"], abs=1e-5)
     assert chat["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
     assert len(rows["data"][0]["data"]) == rows["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"] - 1
 

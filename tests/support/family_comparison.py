@@ -55,8 +55,8 @@ OPTIONS: dict[str, Any] = {
 @dataclass(frozen=True)
 class Difference:
     """Differences of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of
-    transformers in the engine's own dtype, to compare. tokens_per_s: of the output, where an engine ran. from_float64:
-    the largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
+    transformers in the engine's own dtype, to compare. tokens_per_s: of the output, if asked for. from_float64: the
+    largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
     fp32. medians: the engine's and transformers', in less than fp32 for families with experts: where two experts are
     nearly as good, a rounding sends a token to another one, and few such tokens decide a mean. tokens_equal: whether
     each greedy token of an engine is the likeliest one of transformers in fp32 or, as for `largest`, in float64."""
@@ -113,15 +113,15 @@ def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str
                 found["passes"] = [_summary(report) for report in verified_passes(folder, options)]
                 continue
             else:
-                difference = difference_of(folder, oracle, options | {"mode": mode})
+                difference = difference_of(folder, oracle, options | {"mode": mode}, measures_speed=True)
             found[mode] = vars(difference) | {"right": difference.is_right(dtype)}
     except Exception as error:
         found["refused"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Difference:
-    """Compare the checkpoint in the folder, run by an engine with these options."""
+def difference_of(folder: Path, oracle: Any, options: dict[str, Any], *, measures_speed: bool = False) -> Difference:
+    """Compare the checkpoint in the folder, run by an engine with these options. measures_speed: see tokens_per_s."""
     prompts = random_prompts(oracle, PROMPT_LENS)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, prompt_logprobs=3, detokenize=False)
     with LLM(folder, **OPTIONS | {"dtype": "float32"} | options) as llm:
@@ -130,7 +130,7 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
         cached = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, detokenize=False)
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = [*llm.generate(given, params), *llm.generate(given, cached)]
-        rate = tokens_per_s(llm)
+        rate = tokens_per_s(llm) if measures_speed else None
     models = {torch.float32: oracle.to(device)}
     if dtype == torch.float32:
         models[torch.float64] = load_oracle(folder, torch.float64)
