@@ -13,6 +13,7 @@ ARCHITECTURES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "InternVLForConditionalGeneration",
