@@ -16,7 +16,6 @@ from compiled_engine.models.checkpoint.safetensors_files import tensor_names
 from compiled_engine.models.checkpoint.wrappers import text_name
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve.speculation import MTP, WITH_MODEL, read_speculation
 from compiled_engine.schema import require_defaults
 from compiled_engine.vision import VisionDescription
 
@@ -62,10 +61,6 @@ def resolve_images(
         elif vision.both_ways:
             length = vision.tile_embeddings or _most_of_image(vision, model.path, settings)
             obstacle = _obstacle_of_whole_images(vision, length, model, scheduler, attention_backend)
-        elif vision.mrope_section is not None:
-            method = read_speculation(options.speculative_config, options.model).get("method")
-            if method in (*WITH_MODEL, MTP):
-                obstacle = f"speculative_config['method'] is {method!r}, whose drafts have positions in one dimension"
     if vision is None or obstacle is not None:
         require_defaults(options, obstacle or "", *_NEEDING)
         reasons["images"] = obstacle or ""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_heads import head_config, random_tensors, write_head
 from vision_models import vision_config
 
 from compiled_engine.config import EngineConfig
@@ -117,24 +116,6 @@ def test_an_engine_says_why_it_reads_no_images(
     config = resolved(tmp_path, architecture, **options)
     assert config.images is None
     assert config.reasons["image_input"] == reason
-
-
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_drafts_of_a_model_have_no_positions_in_three_dimensions(method: str, tmp_path: Path) -> None:
-    text = json.loads(vision_config(QWEN))["text_config"] | {"architectures": ["LlamaForCausalLM"]}
-    drafts = tmp_path / "drafts"
-    drafts.mkdir()
-    (drafts / "config.json").write_text(json.dumps(text))
-    if method == "eagle3":
-        config = head_config(drafts)
-        write_head(drafts, config, random_tensors(config))
-    given = {"method": method, "num_speculative_tokens": 2, "model": str(drafts)}
-    config = resolved(tmp_path, QWEN, speculative_config=given)
-    assert config.images is None
-    assert config.reasons["image_input"] == (
-        f"speculative_config['method'] is '{method}', whose drafts have positions in one dimension"
-    )
-    assert resolved(tmp_path, LLAVA, speculative_config=given).images is not None
 
 
 @pytest.mark.parametrize(
