@@ -36,11 +36,16 @@ class VisionDescription:
     mrope_section: tuple[int, ...] | None = None
     mrope_interleaved: bool = False  # the frequencies of the three dimensions alternate
     both_ways: bool = False  # an image's tokens see the image's later tokens too
+    both_ways_in_windows: bool = False  # only in layers with a sliding window, and only within it
+    # The token whose embeddings of each layer the tokens of images have (Gemma 4); None: layers have none of their own.
+    layer_token_id: int | None = None
     # Grids.
     temporal_patch_size: int = 1  # frames in a patch
     merge_size: int = 1  # rows, and columns, of patches that become one embedding
     window_size: int = 0  # side of the windows of attention, in pixels; 0: no windows
     table_side: int = 0  # side of the table of learnt positions, which is interpolated; 0: no table
+    stated_positions: bool = False  # the processor states each patch's position, row by row, and pads its patches
+    most_rows: int = 0  # of patches, and most columns; 0: no limit
     # Tiles.
     tile_size: int = 0  # pixels on a side
     tile_patches: int = 0  # patches of a tile, the class token included

@@ -249,7 +249,8 @@ class InputBuffers:
 
     The host writes rows_R, query_start_loc_R1 and offsets_R, by staged writes. Kernels compute all other buffers from
     these and the request states. max_blocks: most blocks of a request. work_length: length of AttentionInputs.work_W.
-    asked: step tensors that passes declare. has_offsets: whether batches may have offsets.
+    asked: step tensors that passes declare. has_offsets: whether batches may have offsets. shifts_positions: whether
+    positions are those of the engine's model, which rows may shift, or tokens are counted from 0.
     """
 
     def __init__(
@@ -263,7 +264,9 @@ class InputBuffers:
         asked: Sequence[StepTensor] = (),
         *,
         has_offsets: bool = False,
+        shifts_positions: bool = True,
     ):
+        self.shifts_positions = shifts_positions
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
         self._offsets = writes.field(max_num_rows) if has_offsets else None
@@ -423,7 +426,7 @@ def launch_prepare(
         buffers.offsets_R if has_offsets else None,
         ahead_SK,
         history_SL,
-        states.position_shift_S,
+        states.position_shift_S if buffers.shifts_positions else None,
         num_rows,
         num_tokens,
         states.all_token_ids_KL.stride(0),
@@ -481,7 +484,7 @@ def prepare_reference(
     block_T, offset_T = np.divmod(positions_T, states.block_size)
     blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
     real_T = real_R[request_T]
-    if states.position_shift_S is not None:
+    if buffers.shifts_positions and states.position_shift_S is not None:
         positions_T = positions_T + states.position_shift_S.numpy()[row_T]
     for tensor, values, padding in (
         (buffers.input_ids_T, ids_T, 0),

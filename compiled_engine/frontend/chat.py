@@ -170,11 +170,14 @@ def _checked_content(name: str, content: Any, images: list[Any]) -> Any:
     parts: list[Any] = []
     for index, part in enumerate(content):
         where = f"{name}[{index}]"
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+            continue
         if is_image_part(part):
             images.append(image_of(where, part))
             parts.append({"type": "image"})
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} must be {{'type': 'text', 'text': str}} or an image, got {part!r}")
+            raise ValueError(f"{where} must be {{'type': 'text', 'text': str}} or an image, got {part!r}"[:400])
         parts.append(part)
     return parts

@@ -28,7 +28,12 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 def is_image_part(part: Any) -> bool:
     """Return whether a part of a message's content is an image."""
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    return isinstance(part, Mapping) and _kind_of(part) in KINDS
+
+
+def _kind_of(part: Mapping[str, Any]) -> Any:
+    """Return a part's type; without one, the type whose key the part has, as in {"image_url": "https://..."}."""
+    return part["type"] if "type" in part else next((kind for kind in KINDS if kind in part), None)
 
 
 def image_of(name: str, part: Mapping[str, Any]) -> Any:
@@ -36,7 +41,7 @@ def image_of(name: str, part: Mapping[str, Any]) -> Any:
 
     Raises TypeError or ValueError with the part's name.
     """
-    kind = part["type"]
+    kind = _kind_of(part)
     key = "image_url" if kind == "input_image" else kind
     image, field = part.get(key), f"{name}[{key!r}]"
     if isinstance(image, Mapping):

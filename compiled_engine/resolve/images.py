@@ -16,7 +16,6 @@ from compiled_engine.models.checkpoint.safetensors_files import tensor_names
 from compiled_engine.models.checkpoint.wrappers import text_name
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve.speculation import MTP, WITH_MODEL, read_speculation
 from compiled_engine.schema import require_defaults
 from compiled_engine.vision import VisionDescription
 
@@ -24,6 +23,8 @@ from compiled_engine.vision import VisionDescription
 MOST_PIXELS = 16_384 * 28 * 28
 # Most tiles of an image by family, where neither does: the defaults of transformers' processors.
 MOST_TILES = {"internvl": 13, "idefics3": 17}
+# Most embeddings of an image of Gemma 4 where neither states any: the default of transformers' processor.
+SOFT_TOKENS = 280
 # Last parts of the names of tensors that only quantised modules have.
 _QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 # Options that only engines with a tower have.
@@ -58,11 +59,8 @@ def resolve_images(
         elif (module := _quantised_module(model)) is not None:
             obstacle = f"its vision tower is quantised: {module}"
         elif vision.both_ways:
-            obstacle = _obstacle_of_whole_images(vision, model, scheduler, attention_backend)
-        elif vision.mrope_section is not None:
-            method = read_speculation(options.speculative_config, options.model).get("method")
-            if method in (*WITH_MODEL, MTP):
-                obstacle = f"speculative_config['method'] is {method!r}, whose drafts have positions in one dimension"
+            length = vision.tile_embeddings or _most_of_image(vision, model.path, settings)
+            obstacle = _obstacle_of_whole_images(vision, length, model, scheduler, attention_backend)
     if vision is None or obstacle is not None:
         require_defaults(options, obstacle or "", *_NEEDING)
         reasons["images"] = obstacle or ""
@@ -101,15 +99,19 @@ def _quantised_module(model: ModelConfig) -> str | None:
 
 
 def _obstacle_of_whole_images(
-    vision: VisionDescription, model: ModelConfig, scheduler: SchedulerConfig, attention_backend: str
+    vision: VisionDescription, length: int, model: ModelConfig, scheduler: SchedulerConfig, attention_backend: str
 ) -> str | None:
-    """Return why this engine cannot let the tokens of an image attend to each other; None if it can."""
-    length, why = vision.tile_embeddings, "the tokens of an image see each other"
+    """Return why this engine cannot let the tokens of an image attend to each other; None if it can.
+
+    length: most tokens that see each other.
+    """
+    why = "the tokens of an image see each other"
     limits = {
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_prefill_tokens": scheduler.max_prefill_tokens,
-        "the sliding window": min((window for window in model.sliding_windows if window), default=None),
     }
+    if not vision.both_ways_in_windows:
+        limits["the sliding window"] = min((window for window in model.sliding_windows if window), default=None)
     for name, limit in limits.items():
         if limit is not None and limit < length:
             return f"{name} is {limit}, but {why}, and there are {length}"
@@ -124,6 +126,9 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
     settings: the user's arguments of the processor; the checkpoint has the others.
     """
     values = {**(image_processor_settings(folder) or {}), **settings}
+    if vision.stated_positions:
+        stated = values.get("max_soft_tokens")
+        return stated if isinstance(stated, int) and stated > 0 else SOFT_TOKENS
 
     def edge(name: str) -> int | None:
         found = values.get(name)

@@ -100,7 +100,7 @@ SPEECH_PACKAGES = ("passes.speech",)
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
 # Fields of an engine with images.
-_OF_TEXT = ("levels", "mrope_section", "mrope_interleaved", "both_ways")
+_OF_TEXT = ("levels", "mrope_section", "mrope_interleaved", "both_ways", "both_ways_in_windows", "layer_token_id")
 IMAGE_FIELDS = ("images.cache_size", *(f"images.vision.{name}" for name in _OF_TEXT))
 OTHER_IMAGE_FIELDS = (
     *(f"images.{name}" for name in ("config", "most_embeddings", "step_size")),

@@ -27,6 +27,8 @@ def describe_vision(config_json: str) -> VisionDescription | None:
         return None
     if family.name == "llava_next" and config.vision_feature_select_strategy != "default":
         return None
+    if family.stated_positions and not _is_supported_gemma4(config):
+        return None
     described = _described(family, architecture, config)
     if described.mrope_section and sum(described.mrope_section) != _num_frequencies(config.get_text_config()):
         return None
@@ -54,20 +56,31 @@ def _described(family: Family, architecture: str, config: Any) -> VisionDescript
     text, vision = config.get_text_config(), config.vision_config
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     own_size = getattr(vision, "embed_dim", None) or vision.hidden_size
-    num_heads = vision.num_heads if family.reads_grids else vision.num_attention_heads
+    num_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
     shared: dict[str, Any] = {
         "architecture": architecture,
         "family": family.name,
         "image_token_id": config.image_token_id,
         "embedding_size": text.hidden_size,
         "patch_size": _side(vision.patch_size),
-        "num_layers": vision.depth if family.reads_grids else vision.num_hidden_layers,
+        "num_layers": getattr(vision, "depth", None) or vision.num_hidden_layers,
         "num_heads": num_heads,
         "head_dim": own_size // num_heads,
         "mrope_section": family.mrope_section and tuple(rope.get("mrope_section", family.mrope_section)),
         "mrope_interleaved": family.mrope_interleaved,
         "both_ways": family.both_ways,
     }
+    if family.stated_positions:
+        has_own = getattr(text, "hidden_size_per_layer_input", 0)
+        both_ways = text.use_bidirectional_attention == "vision"
+        shared |= {"head_dim": vision.head_dim, "both_ways": both_ways, "both_ways_in_windows": both_ways}
+        return VisionDescription(
+            **shared,
+            layer_token_id=text.pad_token_id if has_own else None,
+            merge_size=vision.pooling_kernel_size,
+            stated_positions=True,
+            most_rows=vision.position_embedding_size,
+        )
     if family.reads_grids:
         return VisionDescription(
             **shared,
@@ -88,6 +101,13 @@ def _described(family: Family, architecture: str, config: Any) -> VisionDescript
         tile_embeddings=_TILE_EMBEDDINGS[family.name](config, patches),
         resolutions=tuple(map(tuple, config.image_grid_pinpoints)) if family.name == "llava_next" else (),
     )
+
+
+def _is_supported_gemma4(config: Any) -> bool:
+    """Return whether each query head of the tower has keys of its own, and a token stands for images in all layers."""
+    text, vision = config.get_text_config(), config.vision_config
+    has_token = not text.hidden_size_per_layer_input or text.pad_token_id is not None
+    return vision.num_key_value_heads == vision.num_attention_heads and has_token
 
 
 def _num_frequencies(text: Any) -> int:

@@ -22,6 +22,7 @@ class Family:
     mrope_section: tuple[int, ...] | None = None
     mrope_interleaved: bool = False
     both_ways: bool = False  # an image's tokens see the image's later tokens too
+    stated_positions: bool = False  # of patches, see VisionDescription
 
 
 QWEN2_VL = Family("qwen2_vl", ("visual",), reads_grids=True, mrope_section=(16, 24, 24))
@@ -31,11 +32,19 @@ QWEN3_5 = Family("qwen3_5", ("visual",), reads_grids=True, mrope_section=(11, 11
 LLAVA = Family("llava", PROJECTED, vision_types=("clip_vision_model",), class_token=True)
 LLAVA_NEXT = Family("llava_next", (*PROJECTED, "image_newline"), vision_types=("clip_vision_model",), class_token=True)
 GEMMA3 = Family("gemma3", PROJECTED, vision_types=("siglip_vision_model",), both_ways=True)
+GEMMA4 = Family(
+    "gemma4",
+    ("vision_tower", "embed_vision"),
+    reads_grids=True,
+    vision_types=("gemma4_vision",),
+    stated_positions=True,
+)
 INTERNVL = Family("internvl", PROJECTED, vision_types=("internvl_vision",), class_token=True)
 IDEFICS3 = Family("idefics3", ("vision_model", "connector"))
 
 FAMILIES = {
     "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
     "LlavaForConditionalGeneration": LLAVA,

@@ -21,6 +21,7 @@ from compiled_engine.vision import MOST_ASPECT, VisionDescription
 
 # Names of the processor's output.
 PIXELS, GRIDS, SIZES, MASK = "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"
+POSITIONS = "image_position_ids"  # [1, patches, 2], columns and rows, -1 for padding
 
 
 def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> int:
@@ -29,7 +30,7 @@ def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Ten
         return len(ends_of_rows(description, image))
     if description.tile_size:
         return tiles_of(description, image).shape[0] * description.tile_embeddings
-    return int(image[GRIDS].prod()) // description.merged_patches
+    return math.prod(_grid_of_patches(description, image)) // description.merged_patches
 
 
 def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> None:
@@ -38,7 +39,8 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
     image: the processor's output for it; the pixels may be on the meta device.
     """
     name = description.architecture
-    needed = {PIXELS, *((SIZES,) if description.resolutions else () if description.tile_size else (GRIDS,))}
+    sizes = (SIZES,) if description.resolutions else () if description.tile_size else (_name_of_grids(description),)
+    needed = {PIXELS, *sizes}
     if missing := needed - image.keys():
         raise ValueError(f"the processor's output lacks {', '.join(sorted(missing))}, which {name} needs")
     shape = tuple(image[PIXELS].shape)
@@ -54,11 +56,17 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
         if num_tiles < needed_tiles:
             raise ValueError(f"the processor's output has {num_tiles} tiles; allowed for {name}: {needed_tiles}")
         return
-    grid = image[GRIDS].flatten().tolist()
+    grid = _grid_of_patches(description, image)
     merge = description.merge_size
     if len(grid) != 3 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
         raise ValueError(f"the processor's output has the grid {grid}; allowed for {name}: multiples of {merge}")
-    expected = (math.prod(grid), description.patch_elements)
+    if (most := description.most_rows) and max(grid) > most:
+        raise ValueError(f"the processor's output has the grid {grid}; allowed for {name}: at most {most} on a side")
+    expected: tuple[int, ...] = (math.prod(grid), description.patch_elements)
+    if description.stated_positions:
+        expected = (1, image[POSITIONS].shape[1], description.patch_elements)
+        if not torch.equal(image[POSITIONS].long(), _stated_positions(grid, expected[1])):
+            raise ValueError(f"the processor's output has other positions than those of a grid {grid}, row by row")
     if shape != expected:
         raise ValueError(f"the processor's output has the shape {list(shape)}; allowed for {name}: {list(expected)}")
 
@@ -75,6 +83,38 @@ def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) 
     if MASK in image and not image[MASK].all():
         raise ValueError(f"an image of {description.architecture} has padding; allowed: images cut into whole tiles")
     return tiles
+
+
+def _name_of_grids(description: VisionDescription) -> str:
+    return POSITIONS if description.stated_positions else GRIDS
+
+
+def _grid_of_patches(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the numbers of frames, rows and columns of an image's patches."""
+    stated = image[_name_of_grids(description)]
+    if not description.stated_positions:
+        return stated.flatten().tolist()
+    columns, rows = (stated.flatten(0, -2).amax(0) + 1).tolist()
+    return [1, rows, columns]
+
+
+def _stated_positions(grid: Sequence[int], length: int) -> torch.Tensor:
+    """Return the positions of a grid's patches, row by row, followed by padding: [1, length, 2]."""
+    _, rows, columns = grid
+    found = torch.full((max(length, rows * columns), 2), -1)
+    places = torch.arange(rows * columns)
+    found[: rows * columns] = torch.stack((places % columns, places // columns), dim=-1)
+    return found.unsqueeze(0)
+
+
+def _by_embedding(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the pixels of a grid's patches, [E, U, X], without padding."""
+    if not description.stated_positions:
+        return image[PIXELS].unflatten(0, (-1, description.merged_patches))
+    merge, (_, rows, columns) = description.merge_size, _grid_of_patches(description, image)
+    pixels_PX = image[PIXELS].flatten(0, -2)[: rows * columns]
+    by_row = pixels_PX.view(rows // merge, merge, columns // merge, merge, description.patch_elements)
+    return by_row.transpose(1, 2).reshape(-1, description.merged_patches, description.patch_elements)
 
 
 def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
@@ -127,8 +167,14 @@ def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str
         size = description.tile_size
         num_tiles = max(1, num_embeddings // description.tile_embeddings)
         return {PIXELS: torch.zeros(num_tiles, description.num_channels, size, size)}
-    rows = max(1, math.isqrt(num_embeddings))
-    grid = [1, rows * description.merge_size, max(1, num_embeddings // rows) * description.merge_size]
+    most = description.most_rows // description.merge_size or num_embeddings
+    rows = max(1, min(math.isqrt(num_embeddings), most))
+    columns = max(1, min(num_embeddings // rows, most))
+    grid = [1, rows * description.merge_size, columns * description.merge_size]
+    if description.stated_positions:
+        length = math.prod(grid)
+        pixels = torch.zeros(1, length, description.patch_elements)
+        return {PIXELS: pixels, POSITIONS: _stated_positions(grid, length)}
     return {PIXELS: torch.zeros(math.prod(grid), description.patch_elements), GRIDS: torch.tensor([grid])}
 
 
@@ -207,7 +253,8 @@ def tower_inputs(
     """Return the tower's inputs for these images, on the CPU, by the names of `tower_tensors`. dtype: the tower's.
 
     images: the processor's output for each image. Grids have pixel_values [patches, elements] and image_grid_thw [1, 3]
-    or [3]; tiles have pixel_values of one or several tiles.
+    or [3], or pixel_values [1, patches, elements] and image_position_ids [1, patches, 2]. Tiles have pixel_values of
+    one or several tiles.
     """
     found = (_of_tiles if description.tile_size else _of_grids)(description, images)
     tensors = tower_tensors(description, dtype)
@@ -240,9 +287,11 @@ def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
 def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     vision_utils = _vision_utils()
     merge, merged = description.merge_size, description.merged_patches
-    grids_I3 = torch.stack([image[GRIDS].flatten() for image in images])
-    pixels_EUX = _joined([image[PIXELS] for image in images]).unflatten(0, (-1, merged))
+    grids_I3 = torch.tensor([_grid_of_patches(description, image) for image in images])
+    pixels_EUX = _joined([_by_embedding(description, image) for image in images])
     positions_P2 = vision_utils.get_vision_position_ids(grids_I3, merge)
+    if description.stated_positions:
+        positions_P2 = positions_P2.flip(-1)  # columns come before rows
     lens = [height * width for frames, height, width in grids_I3.tolist() for _ in range(frames)]
     found = {
         "pixels_EUX": pixels_EUX,

@@ -191,6 +191,32 @@ class GridTower(VisionTower):
         return torch.cat([output.pooler_output, *levels], dim=-1)
 
 
+class PooledTower(VisionTower):
+    """The tower of Gemma 4, which reads grids: the patches of an embedding are averaged."""
+
+    def __init__(self, model: Any, description: VisionDescription) -> None:
+        layers = model.vision_tower.encoder.layers
+        super().__init__(model, description, layers, [len(layers) - 1])
+
+    def forward(
+        self, pixels_EUX: torch.Tensor, positions_EU2: torch.Tensor, attention_inputs: AttentionInputs
+    ) -> torch.Tensor:
+        """Return embeddings [E, D]. positions_EU2: column and row of each patch."""
+        self.attend_in(attention_inputs)
+        tower = self.model.vision_tower
+        positions_1P2 = positions_EU2.flatten(0, 1).unsqueeze(0)
+        no_padding_1P = positions_1P2[..., 0] < 0
+        states_1PD = tower.patch_embedder(pixels_EUX.flatten(0, 1).unsqueeze(0), positions_1P2, no_padding_1P)
+        angles = tower.encoder.rotary_emb(states_1PD, positions_1P2)
+        for layer in tower.encoder.layers:
+            states_1PD = layer(states_1PD, position_embeddings=angles, attention_mask=None, position_ids=positions_1P2)
+        states_EUD = states_1PD.view(*positions_EU2.shape[:2], -1)
+        pooled_ED = states_EUD.float().mean(dim=1).to(states_EUD.dtype).float() * tower.pooler.root_hidden_size
+        if tower.config.standardize:
+            pooled_ED = (pooled_ED - tower.std_bias.float()) * tower.std_scale.float()
+        return self.model.embed_vision(inputs_embeds=pooled_ED.to(states_EUD.dtype))
+
+
 class TileTower(VisionTower):
     """The towers of LLaVA, Gemma 3, InternVL and Idefics 3, which read tiles through a vision transformer."""
 
@@ -311,7 +337,9 @@ def build_tower(config_json: str, dtype: torch.dtype) -> VisionTower:
     for module in base.children():
         if isinstance(module, PreTrainedModel):
             fill_buffers(module)
-    tower = GridTower if description.tile_size == 0 else TileTower
+    tower: type[GridTower | PooledTower | TileTower] = TileTower
+    if not description.tile_size:
+        tower = PooledTower if description.stated_positions else GridTower
     return tower(base, description).eval().requires_grad_(False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from compiled_engine.attention.inputs import StepTensor
 from compiled_engine.config import ImagesConfig
 from compiled_engine.passes.framework.graph_pass import GraphPass
+from compiled_engine.passes.images.layer_tokens import LayerTokens
 from compiled_engine.passes.images.merge_embeddings import IMAGE_INDEX, MergeEmbeddings
 from compiled_engine.passes.images.section_angles import POSITION_DELTAS, SectionAngles
 from compiled_engine.passes.images.whole_images import KEYS_AHEAD, WholeImages
@@ -19,8 +20,10 @@ def image_step_tensors(images: ImagesConfig) -> tuple[StepTensor, ...]:
 def image_passes(images: ImagesConfig) -> list[GraphPass]:
     """Return the passes, in order; they run before all that fuse ops."""
     found: list[GraphPass] = [MergeEmbeddings(images.cache_size, images.vision.levels)]
+    if images.vision.layer_token_id is not None:
+        found.append(LayerTokens(images.vision.layer_token_id))
     if images.sections:
         found.append(SectionAngles(images.sections, images.vision.mrope_interleaved))
     if images.vision.both_ways:
-        found.append(WholeImages())
+        found.append(WholeImages(images.vision.both_ways_in_windows))
     return found

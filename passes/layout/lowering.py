@@ -177,9 +177,35 @@ def _buffer_like(graph: fx.Graph, given: fx.Node) -> fx.Node:
     return out
 
 
+# A power of -0.5 becomes an inverse root.
+#
+# Why: norms of Gemma 3n and Gemma 4 are written with the power, and all norms are recognised by their inverse root.
+
+
+def _is_inverse_root(node: fx.Node) -> bool:
+    return is_call(node, aten.pow.Tensor_Scalar) and bool(arg(node, 1) == -0.5)
+
+
+class InverseRoots(GraphPass):
+    name = "inverse_roots"
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return sum(map(_is_inverse_root, graph.nodes))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements = []
+        for node in [node for node in graph.nodes if _is_inverse_root(node)]:
+            with graph.inserting_before(node):
+                root = emit(graph, aten.rsqrt.default, arg(node, 0))
+            node.replace_all_uses_with(root)
+            graph.erase_node(node)
+            replacements.append(Replacement(node.name, root))
+        return PassResult(len(replacements), replacements=tuple(replacements))
+
+
 # The ops that these passes replace only stand in for others in a trace. They cannot be executed, nor verified.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(), Recurrences())
-_THEN: tuple[GraphPass, ...] = (ComplexNumbers(), NormaliseLayout(), FoldParameters())
+_THEN: tuple[GraphPass, ...] = (ComplexNumbers(), InverseRoots(), NormaliseLayout(), FoldParameters())
 
 
 def lower(
@@ -194,6 +220,8 @@ def lower(
         unneeded.add(Recurrences)
     if not any(map(has_complex_value, graph.nodes)):
         unneeded.add(ComplexNumbers)
+    if not any(map(_is_inverse_root, graph.nodes)):
+        unneeded.add(InverseRoots)
     reports: tuple[PassReport, ...] = ()
     for every, verified in ((_FIRST, False), (_THEN, verify)):
         passes = [graph_pass for graph_pass in every if type(graph_pass) not in unneeded]

@@ -118,9 +118,10 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return how often an activation's result [T, I] is multiplied by a value that is no norm's and no recurrence's.
+    """Return how often an activation's result [T, I] is multiplied by another value.
 
-    Passes on silu(gate) * up expect as many matches in their contracts.
+    Results of norms, of clamps and of recurrences do not count. Passes on silu(gate) * up expect as many matches
+    in their contracts.
     """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
@@ -131,8 +132,8 @@ def gated_products(graph: fx.Graph) -> int:
 
 
 def _is_gated_later(node: fx.Node) -> bool:
-    """Return whether the node is the result of a norm or of an op that writes to a buffer, such as a recurrence's."""
-    if is_scaled_and_weighted(node):
+    """Return whether the node is the result of a norm, a clamp, or an op that writes to a buffer (a recurrence's)."""
+    if is_scaled_and_weighted(node) or is_call(node, aten.clamp.Tensor):
         return True
     while is_call(node, aten.view.default, aten.reshape.default, aten._to_copy.default):
         node = arg(node, 0)

@@ -180,12 +180,20 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
     """Yield for each norm over hidden states [T, D] the value that is multiplied by the rsqrt, before a cast to fp32.
 
     Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, whether `norm_of`
-    recognises the norm or not. None is yielded for an rsqrt that multiplies nothing.
+    recognises the norm or not, except in a norm without a weight. None is yielded for an rsqrt that multiplies nothing.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        if rsqrt.meta["val"].dim() == 2:
+        if rsqrt.meta["val"].dim() == 2 and not _lacks_weight(rsqrt):
             scaled = (other for user in rsqrt.users for other, root in factors(user) if root is rsqrt)
             yield through_cast(next(scaled, None))
+
+
+def _lacks_weight(rsqrt: fx.Node) -> bool:
+    """Return whether the rsqrt multiplies a value, and nothing multiplies the product, maybe cast."""
+    products = [user for user in rsqrt.users if is_call(user, aten.mul.Tensor)]
+    casts = [user for product in products for user in product.users if through_cast(user) is product]
+    users = [user for value in (*products, *casts) for user in value.users]
+    return bool(products) and not any(is_call(user, aten.mul.Tensor) for user in users)
 
 
 def is_scaled_by_root(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_cases import GEMMA3, LLAMA, QWEN2, QWEN3, STARCODER2, Family, traced
+from pass_cases import GEMMA3, GEMMA4, LLAMA, QWEN2, QWEN3, STARCODER2, Family, traced
 from tiny_models import tiny_config
 from torch import fx, nn
 from vision_models import vision_config
@@ -27,6 +27,7 @@ from compiled_engine.passes.framework.parameter import Parameter, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.images.merge_embeddings import EMBEDDINGS, IMAGE_INDEX, MergeEmbeddings
 from compiled_engine.passes.images.section_angles import POSITION_DELTAS, SectionAngles, angles_of_sections
+from compiled_engine.passes.images.whole_images import KEYS_AHEAD
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_TOKENS, NUM_ROWS = 3, 9, 8
@@ -63,6 +64,8 @@ def with_values(made: TracedGraph) -> tuple[RandomInputs, dict[str, torch.Tensor
     values = {source_of(node).name: inputs.of(node) for node in placeholders}
     tensors = {source_of(node).name: values[source_of(node).name] for node in placeholders if not is_parameter(node)}
     tensors[IMAGE_INDEX.name].copy_(INDEX_T)
+    if KEYS_AHEAD.name in tensors:
+        tensors[KEYS_AHEAD.name].zero_()
     if POSITION_DELTAS.name in tensors:
         tensors[POSITION_DELTAS.name].copy_(DELTAS_T3)
     return inputs, tensors
@@ -115,6 +118,20 @@ def test_values_are_those_of_hooks(case: str) -> None:
     assert matches["merge_embeddings"] == (1 + levels, 1 + levels)
     assert matches.get("section_angles") == ((1, 1) if sections else None)
     assert matches["rope_angles"] == ((0, 0) if sections else matches["rope_angles"])
+    torch.testing.assert_close(executed(made, graph), of_hooks(config, made), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_gemma4_have_embeddings_and_windows_of_their_own() -> None:
+    config = with_images(model_of(GEMMA4))
+    config = replace(config, compile=replace(config.compile, strict=False))  # the gates of its layers stay in parts
+    assert config.images is not None
+    own = {"layer_token_id": 7, "both_ways": True, "both_ways_in_windows": True}
+    config = replace(config, images=replace(config.images, vision=replace(config.images.vision, **own)))
+    made, graph, matches = graph_of_images(config)
+    num_windows = sum(window is not None for window in config.model.sliding_windows)
+    assert 0 < num_windows < NUM_LAYERS
+    assert matches["layer_tokens"] == (1, 1)
+    assert matches["whole_images"] == (num_windows, num_windows)
     torch.testing.assert_close(executed(made, graph), of_hooks(config, made), rtol=1e-4, atol=1e-4)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_heads import head_config, random_tensors, write_head
 from vision_models import vision_config
 
 from compiled_engine.config import EngineConfig
@@ -16,10 +15,12 @@ from compiled_engine.resolve.engine import resolve
 
 QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
 LLAVA, IDEFICS = "LlavaForConditionalGeneration", "Idefics3ForConditionalGeneration"
+GEMMA4 = "Gemma4ForConditionalGeneration"
 
 
 def resolved(folder: Path, architecture: str, processor: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
-    (folder / "config.json").write_text(vision_config(architecture))
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(vision_config(architecture))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor or {}))
     given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "mode": "compiled"} | options
     return resolve(EngineOptions(model=folder, **given))
@@ -37,6 +38,26 @@ def test_limits_follow_from_the_processor_and_the_step(tmp_path: Path) -> None:
     assert smaller is not None
     assert smaller.most_embeddings == 100
     assert json.loads(images.config)["model_type"] == "qwen3_vl"
+
+
+def test_embeddings_of_gemma4_follow_from_the_processor_and_belong_to_one_step(tmp_path: Path) -> None:
+    for processor, options, most in (
+        (None, {}, 280),
+        ({"max_soft_tokens": 140}, {}, 140),
+        ({"max_soft_tokens": 140}, {"mm_processor_kwargs": {"max_soft_tokens": 70}}, 70),
+    ):
+        images = resolved(tmp_path, GEMMA4, processor, **options).images
+        assert images is not None
+        assert images.most_embeddings == most
+    few = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    reason = "max_num_batched_tokens is 64, but the tokens of an image see each other, and there are 280"
+    assert resolved(tmp_path, GEMMA4, **few).reasons["image_input"] == reason
+    small = json.loads(vision_config(GEMMA4))  # whose images are as causal as text
+    del small["text_config"]["use_bidirectional_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    images = resolved(tmp_path, GEMMA4, **few).images
+    assert images is not None
+    assert (images.vision.both_ways, images.most_embeddings) == (False, 280)
 
 
 def test_settings_within_those_of_the_whole_processor_come_first(tmp_path: Path) -> None:
@@ -95,24 +116,6 @@ def test_an_engine_says_why_it_reads_no_images(
     config = resolved(tmp_path, architecture, **options)
     assert config.images is None
     assert config.reasons["image_input"] == reason
-
-
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_drafts_of_a_model_have_no_positions_in_three_dimensions(method: str, tmp_path: Path) -> None:
-    text = json.loads(vision_config(QWEN))["text_config"] | {"architectures": ["LlamaForCausalLM"]}
-    drafts = tmp_path / "drafts"
-    drafts.mkdir()
-    (drafts / "config.json").write_text(json.dumps(text))
-    if method == "eagle3":
-        config = head_config(drafts)
-        write_head(drafts, config, random_tensors(config))
-    given = {"method": method, "num_speculative_tokens": 2, "model": str(drafts)}
-    config = resolved(tmp_path, QWEN, speculative_config=given)
-    assert config.images is None
-    assert config.reasons["image_input"] == (
-        f"speculative_config['method'] is '{method}', whose drafts have positions in one dimension"
-    )
-    assert resolved(tmp_path, LLAVA, speculative_config=given).images is not None
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,17 @@ SIZE = 1030  # more than a tile
 
 
 class HeadCase(DraftCase):
-    """A batch whose inputs are prepared, with hidden states, and rows that draft."""
+    """A batch whose inputs are prepared, with hidden states, and rows that draft.
 
-    def __init__(self, seed: int, device: torch.device):
+    shifted: positions are less than the tokens' numbers, as behind images.
+    """
+
+    def __init__(self, seed: int, device: torch.device, *, shifted: bool = False):
         super().__init__(seed, torch.device("cpu"))
         generator = np.random.default_rng(seed)
         batch = self.batch
+        if shifted:
+            self.states.position_shift_S = torch.arange(ROWS, dtype=torch.int32) * -3
         shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
         prepare_reference(self.states, self.buffers, *shape, has_offsets=True)
         # Some requests have taken tokens of the step.
@@ -46,6 +51,8 @@ class HeadCase(DraftCase):
             ),
             (self.buffers, "offsets_R"),
         ]
+        if shifted:
+            moved.append((self.states, "position_shift_S"))
         for owner, name in moved:
             setattr(owner, name, getattr(owner, name).to(device))
 
@@ -74,7 +81,10 @@ class HeadCase(DraftCase):
 
 def check(seed: int, device: torch.device) -> None:
     """Follow a step, and begin drafts: the kernels on `device`, the references on the CPU."""
-    case, reference = HeadCase(seed, device), HeadCase(seed, torch.device("cpu"))
+    shifted = seed % 2 == 1
+    case, reference = HeadCase(seed, device, shifted=shifted), HeadCase(seed, torch.device("cpu"), shifted=shifted)
+    unshifted = HeadCase(seed, torch.device("cpu"))
+    following_tokens(unshifted.states, unshifted.batch, unshifted.buffers, unshifted.token_ids_T)
     steps = (
         (case, launch_following_tokens, launch_keep_hidden, launch_begin_drafts, launch_keep_drafts),
         (reference, following_tokens, keep_hidden, begin_drafts, keep_drafts),
@@ -88,6 +98,8 @@ def check(seed: int, device: torch.device) -> None:
         keep_draft(states, buffers, each.room_R, each.tokens_R, each.draft, each.inputs)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    is_real_T = unshifted.buffers.slot_mapping_T >= 0
+    assert torch.equal(reference.token_ids_T[is_real_T], unshifted.token_ids_T[is_real_T])
     for mine, theirs in zip(case.results(), reference.results(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 

@@ -81,7 +81,10 @@ class Oracle:
         """config_json: by default that of vision_config."""
         self.folder, self.architecture = folder, architecture
         self.model = save_vision_folder(folder, architecture, config_json=config_json)
-        (folder / "preprocessor_config.json").write_text("{}")  # images are given as the processor prepares them
+        # Images are given as the processor prepares them.
+        (folder / "preprocessor_config.json").write_text(
+            '{"max_soft_tokens": 20}' if "Gemma4" in architecture else "{}"
+        )
         found = describe_vision((folder / "config.json").read_text())
         assert found is not None
         self.vision = found
@@ -96,7 +99,7 @@ class Oracle:
         if images:
             given |= images_together(self.model, images)
         types = (given["input_ids"] == PLACEHOLDER).long()
-        if self.vision.mrope_section:
+        if self.vision.mrope_section or self.vision.stated_positions:
             given["mm_token_type_ids"] = types
         elif self.vision.both_ways:
             given["token_type_ids"] = types

@@ -30,6 +30,9 @@ _QWEN = {"<|im_start|>": 300, "<|im_end|>": 301, "<|vision_start|>": 302, "<|vis
 _QWEN |= {"<|image_pad|>": PLACEHOLDER, "<|video_pad|>": 311}
 _GEMMA = {"<start_of_turn>": 300, "<end_of_turn>": 301, "<start_of_image>": 305, "<end_of_image>": 306}
 _GEMMA |= {"<image_soft_token>": PLACEHOLDER}
+# The tokens of Gemma 4 by the names that its processor looks for.
+_GEMMA4 = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+_GEMMA4 |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
 _SPECIALS = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
     "Qwen3VLForConditionalGeneration": _QWEN,
@@ -46,6 +49,8 @@ _SPECIALS = {
         **{f"<row_{row}_col_{column}>": 4 * row + column + 260 for row in range(1, 4) for column in range(1, 4)},
     },
     "Gemma3ForConditionalGeneration": _GEMMA,
+    "Gemma4ForConditionalGeneration": dict(zip(_GEMMA4.values(), (PLACEHOLDER, 305, 306, 311, 312, 313), strict=True))
+    | {"<|turn>": 300, "<turn|>": 301, "<|video|>": 314},
 }
 # The architectures that have a processor here.
 PLACEHOLDERS = {
@@ -58,8 +63,15 @@ PLACEHOLDERS = {
     "InternVLForConditionalGeneration": "<IMG_CONTEXT>",
     "Idefics3ForConditionalGeneration": "<image>",
     "Gemma3ForConditionalGeneration": "<start_of_image>",
+    "Gemma4ForConditionalGeneration": "<|image|>",
 }
-_TEMPLATES = {"Gemma3ForConditionalGeneration": GEMMA_TEMPLATE, "LlavaForConditionalGeneration": TEXT_TEMPLATE}
+_TEMPLATES = {
+    "Gemma3ForConditionalGeneration": GEMMA_TEMPLATE,
+    "Gemma4ForConditionalGeneration": GEMMA_TEMPLATE.replace("<start_of_image>", "<|image|>")
+    .replace("<start_of_turn>", "<|turn>")
+    .replace("<end_of_turn>", "<turn|>"),
+    "LlavaForConditionalGeneration": TEXT_TEMPLATE,
+}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _GRID: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 _GRID |= {"size": {"shortest_edge": 64, "longest_edge": 4096}, "image_processor_type": "Qwen2VLImageProcessorFast"}
@@ -98,6 +110,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "Gemma3ForConditionalGeneration": _HALF
     | {"processor_class": "Gemma3Processor", "image_processor_type": "Gemma3ImageProcessor", "size": _TILE},
+    "Gemma4ForConditionalGeneration": {
+        "processor_class": "Gemma4Processor",
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    },
 }
 _LLAVA = {
     "patch_size": 4,
@@ -128,19 +147,21 @@ def write_processor(path: Path, architecture: str, template: str | None = None) 
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in specials])
-    if "Gemma" in architecture:
+    if "Gemma3" in architecture:
         backend.add_tokens([AddedToken(text, normalized=False) for text in reversed(joined)])
     if "Qwen" not in architecture:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.save(str(path / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
-    if "Gemma" in architecture:
+    if "Gemma3" in architecture:
         tokens = (
             ("boi_token", "<start_of_image>"),
             ("eoi_token", "<end_of_image>"),
             ("image_token", "<image_soft_token>"),
         )
         config["extra_special_tokens"] = dict(tokens)
+    if "Gemma4" in architecture:
+        config |= {"extra_special_tokens": _GEMMA4, "pad_token": "<pad>"}
     if "InternVL" in architecture:
         names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
         config["extra_special_tokens"] = names | {"video_token": "<video>"}
@@ -154,7 +175,7 @@ def write_processor(path: Path, architecture: str, template: str | None = None) 
         (path / name).write_text(json.dumps(values), encoding="utf-8")
     (path / "chat_template.jinja").write_text(template or _TEMPLATES.get(architecture, QWEN_TEMPLATE), encoding="utf-8")
     if not (path / "config.json").exists():
-        more = {"boi_token_index": 305} if "Gemma" in architecture else {}
+        more = {"boi_token_index": 305} if "Gemma3" in architecture else {}
         (path / "config.json").write_text(vision_config(architecture, **more), encoding="utf-8")
     return path
 

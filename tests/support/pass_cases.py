@@ -77,6 +77,11 @@ GLM4_MOE = Family("Glm4MoeForCausalLM", foreign="glm4_moe")
 HUNYUAN = Family("HunYuanDenseV1ForCausalLM", foreign="hunyuan_v1_dense")
 PERSIMMON = Family("PersimmonForCausalLM", foreign="persimmon")
 MINISTRAL3 = Family("Ministral3ForCausalLM", foreign="ministral3")
+GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    foreign="gemma4_text",
+    changes=(("hidden_size_per_layer_input", 16), ("vocab_size_per_layer_input", 131)),
+)
 LFM2 = Family("Lfm2ForCausalLM", foreign="lfm2", changes=(("layer_types", ("conv", "full_attention")),))
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 

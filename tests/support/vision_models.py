@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from compiled_engine.models.vision.inputs import tiles_of
 from compiled_engine.vision import VisionDescription
@@ -121,7 +122,41 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+# As small checkpoints have it: embeddings of each layer, shared keys, clipped linears. As large ones: the rest.
+_CONFIGS["Gemma4ForConditionalGeneration"] = {
+    "model_type": "gemma4",
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 80,
+        "use_clipped_linears": True,
+        "standardize": True,
+    },
+    "text_config": {name: value for name, value in _TEXT.items() if name != "rope_theta"}
+    | {
+        "model_type": "gemma4_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "use_bidirectional_attention": "vision",
+    },
+    "audio_config": None,
+    "tie_word_embeddings": True,
+}
 ARCHITECTURES = tuple(_CONFIGS)
+_BOUNDS = {"input_min": -1.5, "input_max": 1.2, "output_min": -0.4, "output_max": 0.5}
 PLACEHOLDER_FIELD = dict.fromkeys(("llava", "llava_next", "gemma3"), "image_token_index")
 
 
@@ -144,6 +179,14 @@ def vision_model(config_json: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.05).add_(1.0 if parameter.dim() == 1 else 0.0)
+        for name, buffer in model.named_buffers():  # of Gemma 4, which checkpoints hold
+            kind = name.rpartition(".")[2]
+            if kind in _BOUNDS:
+                buffer.fill_(_BOUNDS[kind])
+            elif kind in ("std_bias", "std_scale", "layer_scalar"):
+                buffer.normal_(0.5, 0.1)
+        if type(model).__name__.startswith("Gemma4"):
+            model.get_output_embeddings().weight[PLACEHOLDER] = 0.0  # so that it is never the most probable token
     return model.eval().requires_grad_(False)
 
 
@@ -180,11 +223,27 @@ def random_image(description: VisionDescription, height: int, width: int, seed: 
         return {"pixel_values": pixels}
     rows, columns = height * description.merge_size, width * description.merge_size
     pixels = torch.randn(rows * columns, description.patch_elements, generator=generator)
+    if description.stated_positions:
+        padding = (0, 0, 0, 2 * description.merged_patches)
+        positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+        return {
+            "pixel_values": pad(pixels, padding).unsqueeze(0),
+            "image_position_ids": pad(positions, padding, value=-1).unsqueeze(0),
+        }
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
 def images_together(model: Any, images: Sequence[Image]) -> dict[str, torch.Tensor]:
     """Return the arguments of transformers' model for these images."""
+    if "image_position_ids" in images[0]:
+        longest = max(image["pixel_values"].shape[1] for image in images)
+        images = [
+            {
+                name: pad(each, (0, 0, 0, longest - each.shape[1]), value=-float(name == "image_position_ids"))
+                for name, each in image.items()
+            }
+            for image in images
+        ]
     given = {
         name: torch.cat([image[name].flatten(0, 1) if image[name].dim() == 5 else image[name] for image in images])
         for name in images[0]

@@ -36,9 +36,11 @@ class EagerImages:
     def __init__(self, config: EngineConfig, images: ImagesConfig) -> None:
         self._images = images
         self._hidden_size, self._dtype = config.model.hidden_size, config.model.dtype
+        self._windows = config.model.sliding_windows
         # During a call of the variant: its last arguments.
         self._index_T: torch.Tensor | None = None
         self._deltas_T3: torch.Tensor | None = None
+        self._ahead_T: torch.Tensor | None = None
 
     def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
         images = self._images
@@ -48,9 +50,19 @@ class EagerImages:
         self, model: nn.Module, callables: Mapping[str, Forward], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, Forward]:
         path = layer_stack(name for name, _ in model.named_parameters())
-        for level in range(1 + self._images.vision.levels):
-            part = part_of(tensors[EMBEDDINGS], level, self._hidden_size)
+        parts = [
+            part_of(tensors[EMBEDDINGS], level, self._hidden_size) for level in range(1 + self._images.vision.levels)
+        ]
+        for level, part in enumerate(parts):
             model.get_submodule(f"{path}.{level}").register_forward_pre_hook(partial(self._merge, part, level))
+        if self._images.vision.layer_token_id is not None:  # projections for all layers read the embeddings too
+            decoder = model.get_submodule(path.rpartition(".")[0])
+            decoder.get_submodule("embed_tokens").register_forward_hook(partial(self._merge_embedded, parts[0]))
+            decoder.get_submodule("embed_tokens_per_layer").register_forward_pre_hook(self._replace_ids)
+        if self._images.vision.both_ways_in_windows:
+            for number, window in enumerate(self._windows):
+                layer = model.get_submodule(f"{path}.{number}")
+                layer.register_forward_pre_hook(partial(self._choose_keys, model.step, window is not None))
         if self._images.sections:
             for module in model.modules():
                 if "inv_freq" in module._buffers:
@@ -61,21 +73,42 @@ class EagerImages:
         names = [tensor.name for tensor in image_step_tensors(self._images)]
         given = dict(zip(names, arguments[-len(names) :], strict=True))
         self._index_T, self._deltas_T3 = given[IMAGE_INDEX.name], given.get(POSITION_DELTAS.name)
+        self._ahead_T = given.get(KEYS_AHEAD.name)
         ids_T, positions_T, inputs, *others = arguments[: -len(names)]
         try:
-            return forward(ids_T, positions_T, replace(inputs, keys_ahead_T=given.get(KEYS_AHEAD.name)), *others)
+            return forward(ids_T, positions_T, replace(inputs, keys_ahead_T=self._ahead_T), *others)
         finally:
-            self._index_T = self._deltas_T3 = None
+            self._index_T = self._deltas_T3 = self._ahead_T = None
 
     def _merge(
         self, part: torch.Tensor, level: int, layer: nn.Module, arguments: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         if self._index_T is None:
             return None
-        x_TD = arguments[0].flatten(0, -2)  # transformers has a batch dimension
+        return self._merged(part, level, arguments[0]), *arguments[1:]
+
+    def _merge_embedded(
+        self, part: torch.Tensor, embedding: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        return None if self._index_T is None else self._merged(part, 0, output)
+
+    def _merged(self, part: torch.Tensor, level: int, values: torch.Tensor) -> torch.Tensor:
+        assert self._index_T is not None
+        x_TD = values.flatten(0, -2)  # transformers has a batch dimension
         rows_TD = part.index_select(0, self._index_T.clamp(min=0))
         merged = torch.where(self._index_T[:, None] >= 0, rows_TD if level == 0 else x_TD + rows_TD, x_TD)
-        return merged.view(arguments[0].shape), *arguments[1:]
+        return merged.view(values.shape)
+
+    def _replace_ids(self, embedding: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._index_T is None:
+            return None
+        ids, token_id = arguments[0], self._images.vision.layer_token_id
+        return ids.masked_fill((self._index_T >= 0).view(ids.shape), token_id), *arguments[1:]
+
+    def _choose_keys(self, step: Any, has_window: bool, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Let a layer's attention see later keys of images if the layer has a window. step: the model's arguments."""
+        if self._index_T is not None:
+            step.inputs = replace(step.inputs, keys_ahead_T=self._ahead_T if has_window else None)
 
     def _turn(
         self, angles: nn.Module, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]

@@ -21,7 +21,7 @@ def check_params(name: str, params: SamplingParams, config: ImagesConfig) -> Non
             f"{name}: prompt_logprobs is -1, for which a step computes few tokens, and all those of an image belong to"
             " one step; allowed: a number"
         )
-    most = MOST_PROMPT_LOGPROBS // max(1, config.vision.tile_embeddings) - 1
+    most = MOST_PROMPT_LOGPROBS // max(1, config.vision.tile_embeddings or config.most_embeddings) - 1
     if config.vision.both_ways and (wanted := params.prompt_logprobs or 0) > most:
         raise ValueError(
             f"{name}: prompt_logprobs is {wanted}, for which a step computes fewer tokens than an image has, and all of"

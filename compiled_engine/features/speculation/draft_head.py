@@ -63,6 +63,8 @@ def following_tokens(
     lens_R = np.diff(starts_R1.numpy()[: num_rows + 1])
     rows_T = np.repeat(buffers.rows_R.numpy()[:num_rows], lens_R)[:num_tokens]
     places_T = buffers.positions_T.numpy()[: len(rows_T)] + 1
+    if states.position_shift_S is not None:
+        places_T -= states.position_shift_S.numpy()[rows_T]
     if states.history_SL is None:
         found_T = states.all_token_ids_KL.numpy()[states.token_row_S.numpy()[rows_T], places_T]
     else:
@@ -84,6 +86,7 @@ def launch_following_tokens(
         buffers.rows_R,
         buffers.query_start_loc_R1,
         buffers.positions_T,
+        states.position_shift_S,
         states.history_SL,
         token_ids_T,
         batch.num_rows,

@@ -17,6 +17,7 @@ def following_kernel(
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
     history_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -32,7 +33,8 @@ def following_kernel(
 
     rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
         DECODES_ONLY.
-    positions_ptr: int64 [T]; history_ptr: int32 [S, L], the requests' tokens.
+    positions_ptr: int64 [T]; shift_ptr: int32 [S], their difference to the tokens' numbers, at most 0; None: 0.
+    history_ptr: int32 [S, L], the requests' tokens.
     token_ids_ptr: int64 [T], receives the tokens; 0 for padding.
     """
     if DEPENDENT_LAUNCH:
@@ -56,11 +58,16 @@ def following_kernel(
             tl.store(token_ids_ptr + begin + lane, tl.zeros([TILE], tl.int64), mask=begin + lane < end)
         return
     tokens_ptr = history_ptr + row.to(tl.int64) * history_stride + 1
+    shift = 0
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + row)
     for begin in range(start, end, TILE):
         token = begin + lane
         mask = token < end
         position = tl.load(positions_ptr + token, mask=mask, other=0)
-        tl.store(token_ids_ptr + token, tl.load(tokens_ptr + position, mask=mask, other=0).to(tl.int64), mask=mask)
+        tl.store(
+            token_ids_ptr + token, tl.load(tokens_ptr + position - shift, mask=mask, other=0).to(tl.int64), mask=mask
+        )
 
 
 @quick_launches

@@ -74,7 +74,9 @@ class DraftModel(Drafter):
             length, asked = self.model.work_length(num_tokens, num_rows), extra_step_tensors(config)
             table_length, writes, device = states.block_table_SB.shape[1], states.writes, config.device
             return InputBuffers(
-                num_tokens, num_rows, table_length, writes, device, length, asked, has_offsets=has_offsets
+                *(num_tokens, num_rows, table_length, writes, device, length, asked),
+                has_offsets=has_offsets,
+                shifts_positions=False,  # as if the prompt were text alone
             )
 
         # The inputs of the passes.

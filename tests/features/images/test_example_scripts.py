@@ -9,6 +9,7 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import torch
 from image_engines import Oracle
 from image_folders import as_file, picture, write_processor
 
@@ -85,6 +86,7 @@ def test_a_conversation(llm: LLM, image: PIL.Image.Image) -> None:
         {"type": "image_pil", "image_pil": image},
         {"type": "text", "text": "What's in these images?"},
     ]
+    short_forms = [{"image_url": url}, {"image_pil": image}, "What's in these images?"]
     conversation: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a helpful assistant"},
         {"role": "user", "content": "Hello"},
@@ -94,3 +96,34 @@ def test_a_conversation(llm: LLM, image: PIL.Image.Image) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=6)
     (output,) = llm.chat(conversation, sampling_params=params, chat_template=None, lora_request=None)
     assert num_embeddings(output) == 2 * NUM_EMBEDDINGS
+    conversation[-1] = {"role": "user", "content": short_forms}
+    (again,) = llm.chat(conversation, params, use_tqdm=False, mm_processor_kwargs={"do_normalize": True})
+    assert again.prompt_token_ids == output.prompt_token_ids
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ({"image": torch.zeros(36, 64)}, "got float32 of shape .36, 64.; embeddings are not taken in place of images"),
+        ({"image": {"image_embeds": torch.zeros(1, 36, 64)}}, "must be a PIL image, .* got {'image_embeds': tensor"),
+        ({"image": "https://images.example/a.png"}, "a.png' is a URL, which only messages may have; allowed: a PIL"),
+        ({"image": "data:image/png;base64," + 9000 * "A"}, r"A\.\.\. is a URL, which only messages may have"),
+        ({"image": [None]}, r"\['image'\]\[0\] must be a PIL image, .* got None"),
+        ({"image": None}, "has names of images, but no images; a name alone does not find an earlier image"),
+        ({"video": [0]}, "has 'video'; allowed: 'image'"),
+    ],
+    ids=["embeddings", "embeddings of a family", "URL", "data URL", "None among images", "name alone", "video"],
+)
+def test_what_the_engine_does_not_take_is_named(llm: LLM, data: dict[str, Any], error: str) -> None:
+    prompt = {"prompt": QUESTION, "multi_modal_data": data, "multi_modal_uuids": {"image": ["one"]}}
+    with pytest.raises((TypeError, ValueError), match=error):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize("kind", ["video_url", "audio_url", "input_audio", "image_embeds"])
+def test_parts_that_are_no_images_are_named(llm: LLM, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:any/any;base64," + 9000 * "A"}}
+    with pytest.raises(ValueError, match=f"must be .* or an image, got {{'type': '{kind}'") as found:
+        llm.chat([{"role": "user", "content": [part]}])
+    assert len(str(found.value)) <= 400

@@ -22,6 +22,7 @@ ARCHITECTURES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "InternVLForConditionalGeneration",

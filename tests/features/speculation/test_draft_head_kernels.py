@@ -29,7 +29,7 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    case = HeadCase(0, torch.device("cpu"))
+    case = HeadCase(0, torch.device("cpu"), shifted=True)
     states, buffers, count = case.states, case.buffers, case.batch.num_rows
     known_ids_V, sharpness_1 = torch.arange(50), torch.ones(1)
     logits_RV, zeros_S = torch.zeros(ROWS, 50, dtype=torch.bfloat16), torch.zeros(ROWS)

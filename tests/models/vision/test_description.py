@@ -10,7 +10,7 @@ import torch
 from vision_models import ARCHITECTURES, PLACEHOLDER, VOCAB_SIZE, random_image, vision_config, vision_model
 
 from compiled_engine.models.vision.description import describe_vision
-from compiled_engine.models.vision.inputs import num_embeddings
+from compiled_engine.models.vision.inputs import check_image, num_embeddings
 from compiled_engine.models.vision.positions import image_positions
 from compiled_engine.vision import VisionDescription
 
@@ -45,6 +45,23 @@ def test_levels_windows_and_tiles_are_described() -> None:
     assert (next_llava.most_patches(0), next_llava.most_tiles(100)) == (5 * 37, 10)
     with_class = described("LlavaForConditionalGeneration", vision_feature_select_strategy="full")
     assert with_class.tile_embeddings == 37
+
+
+def test_positions_that_a_processor_states_are_those_of_a_grid() -> None:
+    gemma = described("Gemma4ForConditionalGeneration")
+    assert (gemma.merge_size, gemma.both_ways, gemma.both_ways_in_windows, gemma.layer_token_id) == (2, True, True, 0)
+    image = dict(random_image(gemma, 2, 3))
+    check_image(gemma, image)
+    assert num_embeddings(gemma, image) == 6
+    names = {"image_position_ids": image["image_position_ids"].flip(-1)}
+    with pytest.raises(ValueError, match=r"other positions than those of a grid \[1, 6, 4\], row by row"):
+        check_image(gemma, image | names)
+    with pytest.raises(ValueError, match="output lacks image_position_ids, which Gemma4"):
+        check_image(gemma, {"pixel_values": image["pixel_values"]})
+    with pytest.raises(ValueError, match=r"the grid \[1, 2, 82\]; allowed for Gemma4.*: at most 80 on a side"):
+        check_image(gemma, random_image(gemma, 1, 41))
+    with pytest.raises(ValueError, match=r"the shape \[1, 32, 47\]; allowed for Gemma4.*: \[1, 32, 48\]"):
+        check_image(gemma, image | {"pixel_values": image["pixel_values"][..., 1:]})
 
 
 def test_other_checkpoints_have_no_description() -> None:

@@ -116,11 +116,12 @@ PREFIXES = {
         "vision_tower.vision_model",
         "model.vision_tower.vision_model",
     ),
+    "embed_vision": ("model.embed_vision", "embed_vision"),
     "multi_modal_projector": ("model.multi_modal_projector", "multi_modal_projector"),
     "image_newline": ("model.image_newline", "image_newline"),
 }
 # transformers has named the layers of a vision model's class in this way for some families only.
-WITHOUT_VISION_MODEL = ("InternVLForConditionalGeneration",)
+WITHOUT_VISION_MODEL = ("InternVLForConditionalGeneration", "Gemma4ForConditionalGeneration")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

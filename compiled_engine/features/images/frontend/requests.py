@@ -119,6 +119,7 @@ class ImageRequests(RequestFeature):
         several = isinstance(images, list | tuple)
         given = [] if images is None else list(images) if several else [images]
         if not given:
+            _require_no_names(prompt.part_name(NAMES), prompt.data.get(NAMES))
             return None
         if self._config is None or self.why_none is not None:
             raise ValueError(f"{name} must have no images: {self.why_none}")
@@ -368,6 +369,12 @@ def _check_names(name: str, given: Any, num_images: int) -> None:
         raise TypeError(f"{name} must be a dict such as {{'image': name}}, got {given!r}")
     if len(several) != num_images:
         raise ValueError(f"{name} has {len(several)} names of images; allowed: {num_images}, one for each")
+
+
+def _require_no_names(name: str, given: Any) -> None:
+    """Raise ValueError for names of images that are not given."""
+    if isinstance(given, Mapping) and given.get("image"):
+        raise ValueError(f"{name} has names of images, but no images; a name alone does not find an earlier image")
 
 
 def _release_all(requests: ImageRequests, held: dict[str, ProcessedMedia]) -> None:

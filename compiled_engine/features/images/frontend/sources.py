@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from compiled_engine.features.images.frontend.bounds import MOST_FILE_BYTES, check_pixels
+from compiled_engine.frontend.image_parts import SCHEMES
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -46,6 +47,8 @@ def read_source(name: str, image: Any, max_pixels: int) -> MediaSource:
     try:
         if isinstance(image, bytes | bytearray | memoryview):
             return file_source(bytes(image))
+        if isinstance(image, str) and image.lower().startswith(SCHEMES):
+            raise ValueError(f"{_shown(image)} is a URL, which only messages may have; allowed: {ALLOWED}")
         if isinstance(image, str | Path):
             return file_source(read_file(Path(image)))
         if is_pil_image(image):
@@ -123,7 +126,7 @@ def _of_array(array: np.ndarray[Any, Any], max_pixels: int) -> MediaSource:
     if array.ndim != 3 or 3 not in (array.shape[0], array.shape[-1]) or array.dtype != np.uint8:
         raise ValueError(
             "an array must be uint8 of shape [height, width, 3] or [3, height, width], got "
-            f"{array.dtype} of shape {list(array.shape)}"
+            f"{array.dtype} of shape {list(array.shape)}; embeddings are not taken in place of images"
         )
     height, width = array.shape[:2] if array.shape[-1] == 3 else array.shape[1:]
     check_pixels(width, height, max_pixels)

@@ -59,7 +59,7 @@ class Inputs:
         """Transformers' processor; the parts of one for video need torchvision."""
         from transformers import AutoProcessor
 
-        has_video = any(name in self.placeholder for name in ("image_pad", "IMG_CONTEXT"))
+        has_video = any(name in self.placeholder for name in ("image_pad", "IMG_CONTEXT", "<|image|>"))
         if has_video and not find_spec("torchvision"):
             return load_processor(self.folder, self.folder)
         return AutoProcessor.from_pretrained(self.folder)
