@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "num_blocks": 2048,
     "block_size": 16,
-    "compile_workers": 0,
 }
+GRAPHED: dict[str, Any] = {"mode": "graphed", "compile_workers": 0}
 PROMPTS = [{"prompt_token_ids": [*range(start, start + 500)]} for start in (3, 1000, 2000, 3000)]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
 SAME = ("traces", "compiles", "captures")
@@ -53,9 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["eager", "graphed"])
+@pytest.fixture(scope="module", params=[{"mode": "eager"}, GRAPHED], ids=["eager", "graphed"])
 def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
-    with LLM(folder, mode=request.param, **OPTIONS) as llm:
+    with LLM(folder, **OPTIONS | request.param) as llm:
         yield llm
 
 
@@ -143,14 +144,22 @@ def test_memory_that_a_trainer_uses_keeps_the_engine_asleep(llm: LLM) -> None:
 
 
 def test_a_kept_stream_continues_after_the_sleep(llm: LLM) -> None:
-    (expected,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    """Its tokens are computed again in one step, as those of a prompt are. One was in flight."""
     stream = llm.stream(PROMPTS[0], PARAMS)
     for _ in range(5):
-        next(stream)
+        before = next(stream).outputs[0].token_ids
     llm.sleep(1, mode="keep")
     llm.wake_up()
     (*_, last) = stream
-    assert last.outputs[0].token_ids == expected.outputs[0].token_ids
+    tokens = last.outputs[0].token_ids
+    assert tokens[: len(before)] == before
+    continued = []
+    for known in (len(before), len(before) + 1):
+        llm.reset_prefix_cache()
+        prompt = {"prompt_token_ids": PROMPTS[0]["prompt_token_ids"] + tokens[:known]}
+        (output,) = llm.generate(prompt, replace(PARAMS, max_tokens=16 - known), use_tqdm=False)
+        continued.append(tokens[:known] + output.outputs[0].token_ids)
+    assert tokens in continued
     llm.core.check_integrity()
 
 
@@ -162,7 +171,7 @@ def test_an_engine_that_may_sleep_computes_what_others_do_and_frees_its_memory(o
         gc.collect()
         torch.cuda.empty_cache()
         before = free()
-        with LLM(folder, mode="graphed", **OPTIONS | options | {"enable_sleep_mode": sleeps}) as llm:
+        with LLM(folder, **OPTIONS | GRAPHED | options | {"enable_sleep_mode": sleeps}) as llm:
             if expected is None:
                 expected = bits(llm)
             assert bits(llm) == expected
