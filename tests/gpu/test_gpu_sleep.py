@@ -147,7 +147,7 @@ def test_a_kept_stream_continues_after_the_sleep(llm: LLM) -> None:
     """Its tokens are computed again in one step, as those of a prompt are. One was in flight."""
     stream = llm.stream(PROMPTS[0], PARAMS)
     for _ in range(5):
-        before = next(stream).outputs[0].token_ids
+        before = list(next(stream).outputs[0].token_ids)
     llm.sleep(1, mode="keep")
     llm.wake_up()
     (*_, last) = stream
