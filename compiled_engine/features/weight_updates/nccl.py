@@ -130,13 +130,11 @@ def _load() -> Any:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise RuntimeError(f"this PyTorch has no NCCL library: {error}") from error
-    comm, stream, pointer, size, number = (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-        *(ctypes.c_size_t, ctypes.c_int),
-    )
-    library.ncclCommInitRank.argtypes = (ctypes.POINTER(comm), number, _UniqueId, number)
-    library.ncclAllReduce.argtypes = (pointer, pointer, size, number, number, comm, stream)
-    library.ncclBroadcast.argtypes = (pointer, pointer, size, number, number, comm, stream)
-    library.ncclCommAbort.argtypes = (comm,)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ncclCommInitRank.argtypes = (ctypes.POINTER(pointer), number, _UniqueId, number)
+    # Source, target, count, type, sum or root, communicator, stream.
+    library.ncclAllReduce.argtypes = (pointer, pointer, size, number, number, pointer, pointer)
+    library.ncclBroadcast.argtypes = (pointer, pointer, size, number, number, pointer, pointer)
+    library.ncclCommAbort.argtypes = (pointer,)
     library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (number,), ctypes.c_char_p
     return library
