@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 @settings(max_examples=20)
-@given(sizes=st.lists(st.integers(0, 3 * GRANULARITY), max_size=8), cycles=st.integers(1, 3))
+@given(sizes=st.lists(st.integers(0, 3 * GRANULARITY), min_size=1, max_size=8), cycles=st.integers(1, 3))
 def test_tensors_keep_their_addresses_and_restored_contents(sizes: list[int], cycles: int) -> None:
     driver = HostDriver()
     memory, copy = host_memory(driver, MIB * 4), HostCopy()
