@@ -173,8 +173,8 @@ def load_model(
     model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))
     shared = shared or {}
     parameters = compiled.parameters if compiled else _eager_parameters(config, model, features)
-    allocate, own_parameters = memory and memory.allocate, [each for each in parameters if each.name not in shared]
-    weights = materialize(model, own_parameters, config.device, allocate)
+    allocate = None if memory is None else memory.allocate
+    weights = materialize(model, [each for each in parameters if each.name not in shared], config.device, allocate)
     own = {id(tensor): nn.Parameter(tensor, requires_grad=False) for tensor in shared.values()}  # tied ones once
     for name, tensor in shared.items():
         owner, _, attribute = name.rpartition(".")

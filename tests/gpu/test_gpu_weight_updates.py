@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from async_engines import run
-from old_and_new_weights import ENGINE, Bits, bits, folders, fresh, stored
+from old_and_new_weights import ENGINE, bits, folders, fresh, stored
 from trainers import trainer
 
 from compiled_engine.async_llm import AsyncLLM
@@ -26,52 +26,43 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "mode": "graphed", "dtype": "bfloat
 SAME = ("traces", "compiles", "captures")
 
 
-@pytest.fixture(scope="module")
-def expected(folders: tuple[Path, Path]) -> tuple[Bits, Bits]:
-    """The bits of the old weights, and of the new ones."""
-    return fresh(folders[0], OPTIONS), fresh(folders[1], OPTIONS)
-
-
-def test_shared_weights_have_the_bits_of_a_fresh_load(folders: tuple[Path, Path], expected: tuple[Bits, Bits]) -> None:
+def test_shared_weights_have_the_bits_of_a_fresh_load(folders: tuple[Path, Path]) -> None:
     """Those of the trainer's own tensors, and then in parts of one buffer; it changes both afterwards."""
+    expected = fresh(folders[1], OPTIONS)
     with LLM(folders[0], **ENGINE | OPTIONS) as llm, trainer(folders[1]) as sender:
         counts, places = llm.metrics(), [each.data_ptr() for each in stored(llm).values()]
-        assert bits(llm) == expected[0]
+        before = bits(llm)
+        assert before != expected
         llm.update_weights(sender.shared("share"))
-        assert bits(llm) == expected[1]
+        assert bits(llm) == expected
         llm.update_weights(folders[0])
-        assert bits(llm) == expected[0]
-        llm.start_weight_update()
-        for part in range(3):
-            llm.update_weights(sender.shared("pack", part, 3))
-            assert bits(llm) == expected[0]
-        sender.ask("spoil")
-        llm.finish_weight_update("packed")
-        assert bits(llm) == expected[1]
-        assert [each.data_ptr() for each in stored(llm).values()] == places
-        after = llm.metrics()
-        assert {name: after[name] for name in SAME} == {name: counts[name] for name in SAME}
-
-
-def test_shared_weights_that_do_not_fit_change_nothing(folders: tuple[Path, Path], expected: tuple[Bits, Bits]) -> None:
-    with LLM(folders[0], **ENGINE | OPTIONS) as llm, trainer(folders[1]) as sender:
+        assert bits(llm) == before
         with pytest.raises(ControlError, match="missing"):
-            llm.update_weights(sender.shared("pack", 0, 2))
+            llm.update_weights(sender.shared("pack", 0, 3))
         shared = sender.shared("share")
         (storage,) = shared.storages[0].values()
         shared.storages[0] = {"GPU-other": storage}
         with pytest.raises(ControlError, match="cannot open memory of GPU-other"):
             llm.update_weights(shared)
-        assert bits(llm) == expected[0]
+        llm.start_weight_update()
+        for part in range(3):
+            llm.update_weights(sender.shared("pack", part, 3))
+            assert bits(llm) == before
+        sender.ask("spoil")
+        llm.finish_weight_update("packed")
+        assert bits(llm) == expected
+        assert [each.data_ptr() for each in stored(llm).values()] == places
+        after = llm.metrics()
+        assert {name: after[name] for name in SAME} == {name: counts[name] for name in SAME}
 
 
 @pytest.mark.gpu_pair
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_over_nccl_have_the_tokens_of_a_fresh_load(num_ranks: int, folders: tuple[Path, Path]) -> None:
+def test_weights_over_nccl_have_the_tokens_of_a_folder(num_ranks: int, folders: tuple[Path, Path]) -> None:
     """In one message, and in a message a tensor. The trainer has the GPU behind those of the engine."""
     if torch.cuda.device_count() <= num_ranks:
         pytest.skip(f"needs {num_ranks + 1} GPUs")
-    options = ENGINE | OPTIONS | {"dtype": "float32", "tensor_parallel_size": num_ranks}
+    options = ENGINE | {"device": "cuda", "dtype": "float32", "tensor_parallel_size": num_ranks}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompt = {"prompt_token_ids": [*range(3, 40)]}
 
@@ -80,19 +71,14 @@ def test_weights_over_nccl_have_the_tokens_of_a_fresh_load(num_ranks: int, folde
             return output.outputs[0].token_ids
         raise AssertionError("no output")
 
-    async def fresh_tokens(folder: Path) -> list[int]:
-        engine = await AsyncLLM.start(folder, **options)
-        try:
-            return await tokens(engine)
-        finally:
-            await engine.shutdown()
-
     async def main() -> None:
-        expected = await fresh_tokens(folders[1])
         engine = await AsyncLLM.start(folders[0], **options)
         try:
             before = await tokens(engine)
+            await engine.update_weights(folders[1])
+            expected = await tokens(engine)
             assert before != expected
+            await engine.update_weights(folders[0])
             with trainer(folders[1], f"cuda:{num_ranks}") as sender:
                 announced = sender.ask("announced")
                 port = sender.ask("listen", num_ranks)

@@ -30,6 +30,8 @@ LIMITS = {
     "64 MiB",  # most of an audio file
     "16 GB",  # a checkpoint's size
     "10 seconds",  # in which an image must be fetched
+    "2 GiB",  # of a GPU that received weights leave
+    "5 minutes",  # for which a trainer's message is awaited
     "30 seconds",  # in which those of a prompt must be
 }
 

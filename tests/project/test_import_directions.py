@@ -116,6 +116,7 @@ ON_DEVICE = (
     "forward",
     "input_batch",
     "load_model",
+    "rank_memory",
     "request_states",
     "runner",
     "step_graphs",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import pickletools
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,8 +21,8 @@ import torch
 
 ID_KEY = "broadcast_from/0/0"
 ID_BYTES = 128
-# Values of ncclDataType_t and ncclRedOp_t.
-UINT8, FLOAT32, SUM = 1, 7, 0
+# Values of ncclDataType_t and ncclRedOp_t, and the trainer's rank.
+UINT8, FLOAT32, SUM, ROOT = 1, 7, 0, 0
 POLL_S = 0.0002
 
 
@@ -48,10 +49,9 @@ def unique_id_in(value: bytes) -> bytes:
 
 
 class NcclCommunicator:
-    """A communicator of a trainer, which is rank 0, and the engine's ranks.
+    """A communicator of a trainer, which is rank 0, and the engine's ranks. It is left when this object is deleted.
 
-    library: NCCL's shared library; None: the one that PyTorch uses. Raises RuntimeError if the communicator cannot be
-    made.
+    Raises RuntimeError if the communicator cannot be made.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class NcclCommunicator:
         world_size: int,
         device: torch.device,
         timeout: timedelta,
-        library: Any = None,
     ) -> None:
         """Join the communicator. Returns once all ranks have joined."""
-        self._library = _load() if library is None else library
+        self._library = _load()
         self._device, self._timeout, self._comm = device, timeout, ctypes.c_void_p()
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             identifier = _UniqueId.from_buffer_copy(unique_id)
             self._call("ncclCommInitRank", ctypes.byref(self._comm), ctypes.c_int(world_size), identifier, rank)
+            self._leave = weakref.finalize(self, self._library.ncclCommAbort, self._comm)
+            self._leave.atexit = False
             try:
                 one = torch.zeros(1, device=device)
                 self._run(
@@ -82,15 +83,15 @@ class NcclCommunicator:
                 self.abort()
                 raise
 
-    def broadcast(self, data: torch.Tensor, root: int = 0) -> None:
-        """Send `data` of the rank `root` to all ranks, uint8 [n] on the device. Complete on return.
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send `data` of rank 0 to all ranks, uint8 [n] on the device. Complete on return.
 
         Raises RuntimeError if it takes longer than the timeout, or if NCCL fails; the communicator is then of no use.
         """
         count, pointer = ctypes.c_size_t(data.numel()), data.data_ptr()
 
         def launch(stream: ctypes.c_void_p) -> None:
-            self._call("ncclBroadcast", pointer, pointer, count, UINT8, ctypes.c_int(root), self._comm, stream)
+            self._call("ncclBroadcast", pointer, pointer, count, UINT8, ROOT, self._comm, stream)
 
         with torch.cuda.device(self._device):
             try:
@@ -101,9 +102,7 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         """Leave the communicator, and end what it still does on the device."""
-        if self._comm:
-            self._library.ncclCommAbort(self._comm)
-            self._comm = ctypes.c_void_p()
+        self._leave()
 
     def _run(self, launch: Callable[[ctypes.c_void_p], None]) -> None:
         """Launch work after that of the current stream, and wait for its end."""
@@ -130,13 +129,11 @@ def _load() -> Any:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise RuntimeError(f"this PyTorch has no NCCL library: {error}") from error
-    comm, stream, pointer, size, number = (
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-        *(ctypes.c_size_t, ctypes.c_int),
-    )
-    library.ncclCommInitRank.argtypes = (ctypes.POINTER(comm), number, _UniqueId, number)
-    library.ncclAllReduce.argtypes = (pointer, pointer, size, number, number, comm, stream)
-    library.ncclBroadcast.argtypes = (pointer, pointer, size, number, number, comm, stream)
-    library.ncclCommAbort.argtypes = (comm,)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ncclCommInitRank.argtypes = (ctypes.POINTER(pointer), number, _UniqueId, number)
+    # Source, target, count, type, sum or root, communicator, stream.
+    library.ncclAllReduce.argtypes = (pointer, pointer, size, number, number, pointer, pointer)
+    library.ncclBroadcast.argtypes = (pointer, pointer, size, number, number, pointer, pointer)
+    library.ncclCommAbort.argtypes = (pointer,)
     library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (number,), ctypes.c_char_p
     return library

@@ -45,9 +45,9 @@ def opened(given: dict[str, Any], uuid: str, open_storage: OpenStorage) -> Itera
         _check_tensor(tensor, storages, name)
     memory = [open_storage(each) for each in storages]
     for name, tensor in zip(shared.names, shared.tensors, strict=True):
-        storage, dtype = memory[tensor.storage], DTYPES[tensor.dtype]
-        view = torch.empty(0, dtype=dtype, device=storage.device)
-        yield name, view.set_(storage, tensor.offset, tensor.shape, tensor.strides)
+        held = memory[tensor.storage]
+        view = torch.empty(0, dtype=DTYPES[tensor.dtype], device=held.device)
+        yield name, view.set_(held, tensor.offset, tensor.shape, tensor.strides)
 
 
 def open_on(device: torch.device) -> OpenStorage:
