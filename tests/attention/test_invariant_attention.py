@@ -57,7 +57,7 @@ FEW = (
 LARGE = tuple(
     replace(case, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     for case in OWN
-    for heads, kv_heads, head_dim in ((32, 8, 128), (4, 2, 64), (8, 4, 256))
+    for heads, kv_heads, head_dim in ((8, 2, 128), (4, 2, 64), (4, 2, 256))
 )
 
 
@@ -151,12 +151,11 @@ def test_cases_without_a_kernel_are_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [*FEW, *LARGE], ids=lambda case: f"{case.name} {case.num_heads} {case.head_dim}")
-def test_on_cuda(case: Case, dtype: torch.dtype) -> None:
-    assert outcome("invariant_triton", case, "cuda", dtype) == "right"
-    for seed, length in enumerate((90, 300, SPLIT + 30, 3 * SPLIT + 17)):
-        check_bits("invariant_triton", case, length, seed, "cuda", dtype)
+def test_on_cuda(case: Case) -> None:
+    assert outcome("invariant_triton", case, "cuda", torch.bfloat16) == "right"
+    for seed, length in enumerate((90, SPLIT + 30)):
+        check_bits("invariant_triton", case, length, seed, "cuda", torch.bfloat16)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
