@@ -70,11 +70,16 @@ def test_a_request_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("name", ["plain", "drafting"])
-def test_a_full_batch_in_chunks_has_the_same_bits(setting: Setting, name: str) -> None:
-    llm = setting.engines[name]
-    for chosen in ([n % COUNT for n in range(64)], [0, 10] * 16):
+def test_a_full_batch_in_chunks_with_preemptions_has_the_same_bits(setting: Setting, name: str) -> None:
+    llm, before = setting.engines[name], setting.engines[name].metrics()
+    for chosen in ([n % COUNT for n in range(64)], [0, 10] * 16):  # the latter get so many tokens that blocks run out
         found = together(llm, [setting.prompts[n] for n in chosen], [setting.params[n] for n in chosen])
         assert [n for n, result in zip(chosen, found, strict=True) if result != setting.expected[n]] == []
+    after = llm.metrics()
+    assert after["prefix_hits"] > before["prefix_hits"]
+    assert after["preemptions"] > before["preemptions"]
+    if name == "drafting":
+        assert after["accepted_tokens"] > before["accepted_tokens"]
 
 
 def test_the_librarys_functions_of_angles_have_the_same_bits_wherever_an_element_is() -> None:
