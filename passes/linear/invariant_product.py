@@ -115,7 +115,8 @@ def invariant_product_kernel(
             acc_NT = tl.dot(w_NK, tl.trans(x_TK), acc_NT, input_precision="ieee")
         total_NT += acc_NT
     if partials_ptr is not None:
-        tl.store(partials_ptr + first_part.to(tl.int64) * num_tokens * N + offsets_NT, total_NT, mask=mask_NT)
+        offset = tl.program_id(2).to(tl.int64) * num_tokens * N
+        tl.store(partials_ptr + offset + offsets_NT, total_NT, mask=mask_NT)
     else:
         if bias_ptr is not None:
             total_NT += tl.load(bias_ptr + row_N, mask=row_N < N, other=0.0).to(tl.float32)[:, None]

@@ -38,6 +38,7 @@ from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.wide_tiles import is_wide, tile_of_head
 from compiled_engine.attention.case import Refused
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kv_format import CODED
 
 # Several splits of a context, all their borders, and rows of padding.
 OWN = (
@@ -49,15 +50,14 @@ FEW = (
     Case("heads 14:2", MIXED, 14, 2, head_dim=32),
     Case("four queries a request", DRAFTS, head_dim=16),
     Case("prefills, window", PREFILLS, 2, 2, 16, sliding_window=20),
-    Case("mixed, int8", MIXED, 2, 1, 16, storage="int8"),
-    Case("mixed, fp8", MIXED, 2, 1, 16, storage="fp8"),
+    *(Case(f"mixed, {elements.name}", MIXED, 2, 1, 16, storage=elements.name) for elements in CODED),
     *OWN,
 )
 # On a GPU also sizes of heads that models have.
 LARGE = tuple(
     replace(case, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     for case in OWN
-    for heads, kv_heads, head_dim in ((32, 8, 128), (4, 2, 64), (8, 4, 256))
+    for heads, kv_heads, head_dim in ((8, 2, 128), (4, 2, 64), (4, 2, 256))
 )
 
 
@@ -80,17 +80,21 @@ def queried(batch: Batch, spans: list[range]) -> Batch:
     return Batch(*tensors, batch.kv_cache_N2PKd, others, batch.scoring, batch.expected_THd[index_T], torch.empty(0))
 
 
-def check_bits(backend: str, case: Case, length: int, seed: int, device: str, dtype: torch.dtype) -> None:
+def check_bits(
+    backend: str, case: Case, length: int, seed: int, device: str, dtype: torch.dtype, batches: int = 4
+) -> None:
     """Assert that a text's tokens have the same bits as a prompt, in chunks, as decodes and beside others.
 
     Only the last tokens of the text are queries, so that the interpreter has less to do.
     """
     draw = random.Random(seed)
     batch = build(replace(case, requests=(Request(length, length),), bound=draw.choice((0, 4096))), dtype, device)
+    slots_T, kv_scales_2K = batch.inputs.slot_mapping_T, batch.scoring.kv_scales_2K
+    get_backend(backend).write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, slots_T, kv_scales_2K)
     first = max(0, length - 70)
     whole = step(backend, case, queried(batch, [range(first, length)]))
     assert whole.isfinite().all()
-    for _ in range(4):
+    for _ in range(batches):
         borders = sorted({first, length, *draw.sample(range(first, length), draw.randint(1, 6))})
         chunks = [range(*pair) for pair in pairwise(borders)]
         chunks += [range(at, at + 1) for at in draw.choices(range(first, length), k=draw.choice((1, 3, 40)))]
@@ -107,10 +111,10 @@ def check_interpreted() -> None:
     for case in FEW:
         problem = outcome("invariant_triton", case, "cpu", torch.float32)
         assert problem == "right", (case.name, problem)
-    for seed, (case, length) in enumerate(
-        ((FEW[0], 90), (FEW[3], 75), (FEW[4], 50), (OWN[0], SPLIT + 30), (OWN[1], SPLIT + 10))
+    for seed, (case, length, batches) in enumerate(
+        ((FEW[0], 90, 3), (FEW[3], 75, 3), (FEW[4], 50, 3), (OWN[0], SPLIT + 10, 1), (OWN[1], SPLIT + 10, 2))
     ):
-        check_bits("invariant_triton", case, length, seed, "cpu", torch.float32)
+        check_bits("invariant_triton", case, length, seed, "cpu", torch.float32, batches)
     print("right")
 
 
@@ -120,9 +124,9 @@ def test_on_a_cpu() -> None:
     assert [case.name for case in cases if outcome("invariant_cpp", case, "cpu", torch.float32) != "right"] == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(len(FEW)))
 def test_a_token_has_the_same_bits_in_every_batch(seed: int) -> None:
-    case = random.Random(seed).choice(FEW)
+    case = FEW[seed % len(FEW)]
     check_bits("invariant_cpp", case, random.Random(seed).choice((90, SPLIT + 30)), seed, "cpu", torch.float32)
 
 
@@ -147,12 +151,11 @@ def test_cases_without_a_kernel_are_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [*FEW, *LARGE], ids=lambda case: f"{case.name} {case.num_heads} {case.head_dim}")
-def test_on_cuda(case: Case, dtype: torch.dtype) -> None:
-    assert outcome("invariant_triton", case, "cuda", dtype) == "right"
-    for seed, length in enumerate((90, 300, SPLIT + 30, 3 * SPLIT + 17)):
-        check_bits("invariant_triton", case, length, seed, "cuda", dtype)
+def test_on_cuda(case: Case) -> None:
+    assert outcome("invariant_triton", case, "cuda", torch.bfloat16) == "right"
+    for seed, length in enumerate((90, SPLIT + 30)):
+        check_bits("invariant_triton", case, length, seed, "cuda", torch.bfloat16)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")

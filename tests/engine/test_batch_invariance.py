@@ -12,17 +12,17 @@ from checkpoints import make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariant_requests import alone, requests, together
-from tokenizers import Tokenizer
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear.invariant_linear import InvariantLinear
 from compiled_engine.resolve.engine import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COUNT, LONGEST = 20, 110
+COUNT, LONGEST = 20, 90
 # Few tokens a step, so that prompts come in chunks, and few blocks, so that requests are preempted.
 ENGINE: dict[str, Any] = {
     "device": "cpu",
@@ -32,7 +32,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 80,
     "block_size": 16,
-    "num_blocks": 30,
+    "num_blocks": 18,
 }
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
 
 @pytest.fixture(scope="module")
 def setting(bundled_model_path: Path, bundled_tokenizer: Tokenizer) -> Iterator[Setting]:
-    ids = bundled_tokenizer.encode((bundled_model_path / "held_out.txt").read_text()[:9000]).ids
+    ids = bundled_tokenizer.encode((bundled_model_path / "held_out.txt").read_text()[:9000])
     prompts, params = requests(ids, COUNT, LONGEST)
     with (
         LLM(**ENGINE, batch_invariant=True) as plain,
@@ -55,7 +55,7 @@ def setting(bundled_model_path: Path, bundled_tokenizer: Tokenizer) -> Iterator[
         yield Setting({"plain": plain, "drafting": drafting}, prompts, params, alone(plain, prompts, params))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=64), st.sampled_from(["plain", "drafting"]), st.booleans()
 )
@@ -71,23 +71,15 @@ def test_a_request_has_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize("name", ["plain", "drafting"])
 def test_a_full_batch_in_chunks_with_preemptions_has_the_same_bits(setting: Setting, name: str) -> None:
-    llm, chosen = setting.engines[name], [n % COUNT for n in range(64)]
-    before = llm.metrics()
-    found = together(llm, [setting.prompts[n] for n in chosen], [setting.params[n] for n in chosen])
+    llm, before = setting.engines[name], setting.engines[name].metrics()
+    for chosen in ([n % COUNT for n in range(64)], [0, 10] * 16):  # the latter get so many tokens that blocks run out
+        found = together(llm, [setting.prompts[n] for n in chosen], [setting.params[n] for n in chosen])
+        assert [n for n, result in zip(chosen, found, strict=True) if result != setting.expected[n]] == []
     after = llm.metrics()
-    assert [n for n, result in zip(chosen, found, strict=True) if result != setting.expected[n]] == []
-    assert after["preemptions"] > before["preemptions"]
     assert after["prefix_hits"] > before["prefix_hits"]
+    assert after["preemptions"] > before["preemptions"]
     if name == "drafting":
         assert after["accepted_tokens"] > before["accepted_tokens"]
-
-
-def test_the_engine_without_the_mode_has_other_bits_in_some_batch(setting: Setting) -> None:
-    """Without this the mode would be for nothing. The log-probabilities differ, by rounding."""
-    with LLM(**ENGINE) as llm:
-        expected = alone(llm, setting.prompts, setting.params)
-        llm.reset_prefix_cache()
-        assert together(llm, setting.prompts, setting.params) != expected
 
 
 def test_the_librarys_functions_of_angles_have_the_same_bits_wherever_an_element_is() -> None:

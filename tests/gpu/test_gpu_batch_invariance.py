@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from invariant_requests import alone, requests, together
-from tokenizers import Tokenizer
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine import LLM
+from compiled_engine.frontend.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
 COUNT, LONGEST = 20, 240
-# Few tokens a step, so that prompts come in chunks, and few blocks, so that requests are preempted.
+# Few tokens a step, so that prompts come in chunks.
 ENGINE: dict[str, Any] = {
     "device": "cuda",
     "progress": False,
@@ -39,78 +39,23 @@ LARGE: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 4096,
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "graphed": {},
-    "graphed with drafts": {"speculative_config": DRAFTS},
-    "piecewise": {"mode": "compiled", "graph_mode": "piecewise"},
-    "compiled": {"mode": "compiled", "graph_mode": "none", "async_scheduling": False},
-}
+EIGHT_BITS = {"quantization": "fp8_block", "kv_cache_dtype": "fp8"}
 
 
-class Setting(NamedTuple):
-    folder: Path
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-    expected: list[Any]
-
-
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def setting(
-    request: pytest.FixtureRequest,
-    bundled_model_path: Path,
-    bundled_tokenizer: Tokenizer,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Setting:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(folder, request.param, dtype=torch.bfloat16, **LARGE)
-    ids = bundled_tokenizer.encode((bundled_model_path / "held_out.txt").read_text()[:20_000]).ids
+def test_a_request_has_the_same_bits_in_every_batch(
+    bundled_model_path: Path, bundled_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Alone or together, in chunks or after a cached prefix, with drafts or without, and with codes of eight bits."""
+    make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **LARGE)
+    ids = bundled_tokenizer.encode((bundled_model_path / "held_out.txt").read_text()[:20_000])
     prompts, params = requests([each % LARGE["vocab_size"] for each in ids], COUNT, LONGEST)
-    with LLM(folder, **ENGINE, skip_tokenizer_init=True, batch_invariant=True) as llm:
-        expected = alone(llm, prompts, params)
-    return Setting(folder, prompts, params, expected)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_request_has_the_same_bits_in_every_batch(name: str, setting: Setting) -> None:
-    with LLM(setting.folder, **ENGINE | ENGINES[name], skip_tokenizer_init=True, batch_invariant=True) as llm:
-        for size in (64, 1, 3, 20, 33, 64):
-            chosen = [(n * 7 + size) % COUNT for n in range(size)]
-            if size % 2:
-                llm.reset_prefix_cache()
-            found = together(llm, [setting.prompts[n] for n in chosen], [setting.params[n] for n in chosen])
-            assert [n for n, result in zip(chosen, found, strict=True) if result != setting.expected[n]] == [], size
-        metrics = llm.metrics()
-        llm.core.check_integrity()
-    assert metrics["preemptions"] > 0
-    assert metrics["prefix_hits"] > 0
-
-
-def test_the_engine_without_the_mode_has_other_bits_in_some_batch(setting: Setting) -> None:
-    with LLM(setting.folder, **ENGINE, skip_tokenizer_init=True) as llm:
-        expected = alone(llm, setting.prompts, setting.params)
-        llm.reset_prefix_cache()
-        assert together(llm, setting.prompts, setting.params) != expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"kv_cache_dtype": name} for name in ("fp8", "int8")),
-        *({"quantization": name} for name in ("fp8", "fp8_block")),
-    ],
-    ids=lambda options: "-".join(*options.items()),
-)
-def test_eight_bits_have_the_same_bits_in_every_batch(options: dict[str, str], setting: Setting) -> None:
-    chosen = [n % COUNT for n in range(64)]
-    with LLM(setting.folder, **ENGINE | options, skip_tokenizer_init=True, batch_invariant=True) as llm:
-        expected = alone(llm, setting.prompts, setting.params)
-        for _ in range(2):
-            found = together(llm, [setting.prompts[n] for n in chosen], [setting.params[n] for n in chosen])
-            assert [n for n, result in zip(chosen, found, strict=True) if result != expected[n]] == []
-
-
-def test_four_bits_are_refused_by_name(setting: Setting) -> None:
-    with pytest.raises(
-        ValueError, match=r"batch_invariant is True, but .* is quantised, and its kernels are chosen by"
-    ):
-        LLM(setting.folder, **ENGINE, quantization="int4", skip_tokenizer_init=True, batch_invariant=True)
+    expected: dict[str, list[Any]] = {}
+    for weights, options in (("bf16", {}), ("bf16", {"speculative_config": DRAFTS}), ("fp8", EIGHT_BITS)):
+        with LLM(tmp_path, **ENGINE | options, skip_tokenizer_init=True, batch_invariant=True) as llm:
+            if weights not in expected:
+                expected[weights] = alone(llm, prompts, params)
+            for size in (64, 3, 33):
+                chosen = [(n * 7 + size) % COUNT for n in range(size)]
+                found = together(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
+                wrong = [n for n, result in zip(chosen, found, strict=True) if result != expected[weights][n]]
+                assert wrong == [], (weights, size)

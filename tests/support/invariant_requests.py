@@ -26,9 +26,9 @@ def requests(text_ids: list[int], count: int, longest: int) -> tuple[list[list[i
         length = 1 + number * 29 % longest
         times = 3 if number % 4 == 1 else 1
         prompts.append((text_ids[start : start + -(-length // times)] * times)[:longest])
-        params.append(
-            SamplingParams(seed=number, max_tokens=4 + number % 9, ignore_eos=True, **SAMPLING[number % len(SAMPLING)])
-        )
+        max_tokens = 36 if number % 5 == 0 else 4 + number % 9
+        how = SAMPLING[number % len(SAMPLING)]
+        params.append(SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True, **how))
     return prompts, params
 
 

@@ -39,6 +39,8 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Keys of a split, a multiple of every tile's keys. Another number gives other bits.
 SPLIT = 1024
+# Buffers that begin behind another one.
+PARTIALS = ("partial_max_ptr", "partial_sum_ptr")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def tile_of(
 
 @quick_launches
 @triton.jit(
-    do_not_specialize=[*STEP_NUMBERS, "all_decode", "num_splits"], do_not_specialize_on_alignment=[*STEP_TENSORS]
+    do_not_specialize=[*STEP_NUMBERS, "all_decode", "num_splits"],
+    do_not_specialize_on_alignment=[*STEP_TENSORS, *PARTIALS],
 )
 def invariant_attention_kernel(
     q_ptr: tl.tensor,
@@ -219,7 +222,7 @@ def invariant_attention_kernel(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=[*STEP_NUMBERS, "num_splits"], do_not_specialize_on_alignment=[*STEP_TENSORS])
+@triton.jit(do_not_specialize=[*STEP_NUMBERS, "num_splits"], do_not_specialize_on_alignment=[*STEP_TENSORS, *PARTIALS])
 def fold_splits_kernel(
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
