@@ -106,7 +106,7 @@ def profile_note(config: EngineConfig) -> str | None:
     name = torch.cuda.get_device_name(config.device)
     return (
         f"{name} has no profile: all passes that apply run, and tile sizes follow rules. "
-        f"To measure one: compiled-engine tune --model {config.model.path}"
+        f"To measure one: compiled-engine tune --quick --model {config.model.path}"
     )
 
 

@@ -28,16 +28,23 @@ def tune(
         Path | None,
         typer.Option("--output", "-o", help="File to write. Default: the profile that the engine reads at its start."),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Measure only the tiles that are likely to be fastest, and no gains of passes."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
 ) -> None:
     """Measure kernel tiles and what each pass gains on this GPU, for models of these shapes.
 
     The engine reads the result when it starts, and tunes nothing itself. Other shapes of an existing profile are kept.
-    Takes some minutes; needs a CUDA GPU. The file is written anew after each shape, first after its linears.
+    Takes some minutes, less with --quick; needs a CUDA GPU. The file is written anew whenever some linears have been
+    measured, so an interrupted run keeps what it has.
 
     Examples:
 
       compiled-engine tune --shape qwen3-0.6b --shape qwen3-8b
+
+      compiled-engine tune --quick --model path/to/Llama-3.1-8B
 
       compiled-engine tune --model path/to/Llama-3.1-8B -o profile.json
 
@@ -46,7 +53,7 @@ def tune(
     with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
         from compiled_engine.bench.shapes import write_shape
         from compiled_engine.passes.framework.profile import profile_path
-        from compiled_engine.process.progress import RichProgress
+        from compiled_engine.process.progress import RichProgress, WithTimeLeft
         from compiled_engine.tune.device_tuning import (
             MeasuredProfile,
             device_name,
@@ -64,13 +71,22 @@ def tune(
         old = _checked(path)
 
         def joined(measured: MeasuredProfile) -> dict[str, Any]:
-            return measured.as_record() if old is None else merged(measured.as_record(), old)
+            return measured.as_record() if old is None else merged(measured, old)
+
+        written = False
 
         def keep(measured: MeasuredProfile) -> None:
-            with written_to(path):
-                path.write_text(profile_text(joined(measured)), encoding="utf-8")
+            nonlocal written
+            _write(path, profile_text(joined(measured)))
+            written = True
 
-        measured = tune_device(folders, RichProgress(), tensor_parallel_size or (1,), keep)
+        try:
+            measured = tune_device(
+                folders, WithTimeLeft(RichProgress()), tensor_parallel_size or (1,), keep, quick=quick
+            )
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted: what was measured is in {path}" if written else "nothing was measured", err=True)
+            raise
         new, profile = measured.as_record(), joined(measured)
     if as_json:
         typer.echo(profile_text(profile))
@@ -84,6 +100,17 @@ def tune(
         gains = ", ".join(f"{gain:+.1f} at {tokens}" for tokens, gain in by_tokens.items())
         Console().print(f"{name}: microseconds a step saved, at tokens: {gains}")
     typer.echo(f"written to {path}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file at once, so that an interrupted run leaves no part of a profile."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with written_to(path):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _checked(path: Path) -> dict[str, Any] | None:

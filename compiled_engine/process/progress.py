@@ -84,6 +84,44 @@ class RichProgress:
                 update(total=1, completed=1)
 
 
+class WithTimeLeft:
+    """A progress display that shows, after the count of another display's stages, an estimate of the time left.
+
+    The estimate is of the current stage: the units that are left take as long as the finished ones. clock: seconds.
+    """
+
+    def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic):
+        self._progress, self._clock = progress, clock
+
+    @contextmanager
+    def stage(
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        in_bytes: bool = False,
+        note: Note | None = None,
+        patience_s: float = 0.0,
+    ) -> Iterator[Advance]:
+        begun, done = self._clock(), 0
+
+        def noted() -> str:
+            texts = [note()] if note is not None else []
+            if total is not None and 0 < done < total:
+                minutes, seconds = divmod(round((self._clock() - begun) * (total - done) / done), 60)
+                texts.append(f"about {minutes}:{seconds:02} left")
+            return ", ".join(texts)
+
+        with self._progress.stage(name, total, in_bytes=in_bytes, note=noted, patience_s=patience_s) as advance:
+
+            def counted(count: int) -> None:
+                nonlocal done
+                done += count
+                advance(count)
+
+            yield counted
+
+
 class _Stderr:
     """A file that writes to the current sys.stderr, and ignores errors, since a full disk must not end the work."""
 

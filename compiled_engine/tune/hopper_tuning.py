@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,7 +23,17 @@ from compiled_engine.passes.linear.small_batch_linear_op import Tiles, choose_ti
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import HEAD, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, at_each, key
+from compiled_engine.tune.linears import (
+    HEAD,
+    SHARED_MEMORY,
+    Chain,
+    Linear,
+    LinearCase,
+    Outcome,
+    TunedLinear,
+    at_each,
+    key,
+)
 from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this fraction of the other kernel's time.
@@ -32,6 +42,7 @@ WORTH = 0.98
 FEWEST_TOKENS = 8
 # The small-batch range ends here.
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
+Listed = Callable[[LinearCase], Sequence[HopperTiles]]
 
 
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
@@ -69,24 +80,25 @@ def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
     return list(found)
 
 
-def hopper_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
-    return launches(((case, hopper_candidates(case)) for case in cases), _kernel)
+def hopper_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Launch]:
+    return launches(((case, listed(case)) for case in cases), _kernel)
 
 
 def tune_hopper_linears(
-    cases: Sequence[LinearCase], small: Sequence[TunedLinear], progress: Progress
-) -> list[TunedLinear]:
-    """Return the cases for which the kernel for Hopper is worthwhile, with their tiles; see `HopperKernel.tune`.
+    cases: Sequence[LinearCase], small: Iterable[TunedLinear], progress: Progress, listed: Listed
+) -> Iterator[Outcome]:
+    """Yield the tiles of the cases for which the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
 
     A case is measured with the norm before it. In small batches, the kernel is compared with the small-batch kernel and
     its tuned tiles, `small`. In larger batches it is compared with the library, at the fewest and the most tokens.
+    listed: returns the candidates of a case.
     """
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     known = {key(tuned.case): tuned.tiles for tuned in small if isinstance(tuned.tiles, Tiles)}
     return HopperKernel(
         "measure linears on Hopper",
         chains_of=_chains,
-        candidates=hopper_candidates,
+        candidates=listed,
         kernel=_kernel,
         before=lambda case: _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, _tiles(case, known)),
         library=_library,

@@ -19,12 +19,23 @@ from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.passes.linear.small_batch_linear_op import WHOLE_AHEAD_BYTES, Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import HEAD, REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
+from compiled_engine.tune.linears import (
+    HEAD,
+    REPEATS,
+    SHARED_MEMORY,
+    Chain,
+    Linear,
+    LinearCase,
+    Outcome,
+    TunedLinear,
+    right,
+)
 
 # Most registers per thread for weights.
 MOST_REGISTERS = 128
 # Per round: the number of a linear's candidates to measure (None: all), and the repeats.
 ROUNDS = ((None, 2), (10, 3), (5, 7))
+Listed = Callable[[LinearCase], Sequence[Tiles]]
 
 
 def candidates(case: LinearCase) -> list[Tiles]:
@@ -121,26 +132,29 @@ def in_registers(tiles: object) -> bool:
     return isinstance(tiles, Tiles) and tiles.ahead > 0
 
 
-def linear_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
-    return launches(((case, candidates(case)) for case in cases), _linear)
+def linear_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Launch]:
+    return launches(((case, listed(case)) for case in cases), _linear)
 
 
 @torch.inference_mode()
-def tune_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """Return the fastest correct tiles of each case.
+def tune_linears(cases: Sequence[LinearCase], progress: Progress, listed: Listed) -> Iterator[Sequence[Outcome]]:
+    """Yield the fastest correct tiles of the cases that are timed together, as soon as they are known.
 
-    Cases without a correct candidate, such as very small weights, are left out: choose_tiles serves them.
+    Cases without a correct candidate, such as very small weights, have none: choose_tiles serves them. listed: returns
+    the candidates of a case.
     """
-    tuned = []
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
-    with progress.stage("measure linears", total=sum(len(candidates(case)) for case in cases)) as advance:
+    with progress.stage("measure linears", total=sum(len(listed(case)) for case in cases)) as advance:
         for _, same in groupby(cases, key=lambda case: (case.num_tokens, case.name == HEAD)):
-            tuned += _tune(list(same), bytes_per_s, advance)
-    return tuned
+            together = list(same)
+            tuned = {each.case: each for each in _tune(together, listed, bytes_per_s, advance)}
+            yield [Outcome(case, tuned.get(case)) for case in together]
 
 
-def _tune(cases: Sequence[LinearCase], bytes_per_s: float, advance: Callable[[int], None]) -> list[TunedLinear]:
-    found = [(case, pool) for case in cases if (pool := _right_candidates(case, advance))]
+def _tune(
+    cases: Sequence[LinearCase], listed: Listed, bytes_per_s: float, advance: Callable[[int], None]
+) -> list[TunedLinear]:
+    found = [(case, pool) for case in cases if (pool := _right_candidates(case, listed(case), advance))]
     if not found:
         return []
     cases, pools = zip(*found, strict=True)
@@ -161,12 +175,12 @@ def _linear(tiles: Tiles) -> Linear:
     return partial(launch, tiles=tiles)
 
 
-def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[Tiles]:
+def _right_candidates(case: LinearCase, pool: Sequence[Tiles], advance: Callable[[int], None]) -> list[Tiles]:
     """Return the candidates whose results match the reference."""
     chain = Chain([case], layers=1)
 
     def counted() -> Iterator[Tiles]:
-        for tiles in candidates(case):
+        for tiles in pool:
             advance(1)
             yield tiles
 

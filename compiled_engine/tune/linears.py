@@ -70,6 +70,13 @@ class TunedLinear:
     smallest: Smallest | None = None  # None if measured at the case's number of tokens only
 
 
+class Outcome(NamedTuple):
+    """A case that was measured, with its fastest tiles; None if another kernel serves it."""
+
+    case: LinearCase
+    tuned: TunedLinear | None
+
+
 class Chain:
     """Linears that each read the previous one's result, repeated over several layers with different random weights.
 

@@ -6,7 +6,7 @@ if its gain is worthwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import truediv
 from typing import Generic
@@ -14,7 +14,17 @@ from typing import Generic
 import torch
 
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linears import REPEATS, AnyTiles, Chain, Linear, LinearCase, Smallest, TunedLinear, right
+from compiled_engine.tune.linears import (
+    REPEATS,
+    AnyTiles,
+    Chain,
+    Linear,
+    LinearCase,
+    Outcome,
+    Smallest,
+    TunedLinear,
+    right,
+)
 
 # All candidates are measured with few repeats, and the fastest of them again.
 FEW_REPEATS, FINALISTS = 3, 5
@@ -52,19 +62,17 @@ class HopperKernel(Generic[AnyTiles]):
     sustained_ms: float = 0.0  # see Chain.microseconds
 
     @torch.inference_mode()
-    def tune(self, cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-        """Return the best correct tiles of each case for which the kernel is worthwhile.
+    def tune(self, cases: Sequence[LinearCase], progress: Progress) -> Iterator[Outcome]:
+        """Yield the best correct tiles of each case, None if the kernel is not worthwhile, as soon as they are known.
 
-        The result is empty if the device is not a Hopper GPU.
+        Nothing is measured if the device is not a Hopper GPU.
         """
         if not is_hopper():
-            return []
-        tuned = []
+            return
         with progress.stage(self.stage, total=len(cases)) as advance:
             for case in cases:
-                tuned.append(self._tuned(case))
+                yield Outcome(case, self._tuned(case))
                 advance(1)
-        return [found for found in tuned if found is not None]
 
     def _tuned(self, case: LinearCase) -> TunedLinear | None:
         chains, current = self.chains_of(case), self.before(case)

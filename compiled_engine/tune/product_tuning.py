@@ -6,7 +6,7 @@ that is tuned. Gate and up are one linear with a packed weight, a gated linear.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +16,7 @@ import torch
 from compiled_engine.bench.bounds import device_rates
 from compiled_engine.passes.linear import silu_mul
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS as FEW_TOKENS
-from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, multiprocessors
+from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear
 from compiled_engine.passes.linear.hopper_product import (
     FEW,
     MANY,
@@ -28,7 +28,7 @@ from compiled_engine.passes.linear.hopper_product import (
 )
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.compile_first import Launch, launches
-from compiled_engine.tune.linears import Chain, Linear, LinearCase, TunedLinear, at_each, key
+from compiled_engine.tune.linears import Chain, Linear, LinearCase, Outcome, TunedLinear, at_each, key
 from compiled_engine.tune.on_hopper import HopperKernel
 
 # A kernel is chosen if it takes at most this fraction of the other kernel's time, at both ends of its bucket.
@@ -47,6 +47,7 @@ PARTS: tuple[tuple[int, ...], ...] = (
 )
 # Token tiles that take the same rows one after another, and the number tried if there are more of them.
 TOGETHER, MORE_TOGETHER = 8, 16
+Listed = Callable[[LinearCase], Sequence[ProductTiles]]
 
 
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
@@ -84,19 +85,20 @@ def ends_of(case: LinearCase) -> tuple[int, int]:
     return first, TOKENS_OF_MANY if case.num_tokens == MANY else case.num_tokens
 
 
-def product_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
-    num_sms = _multiprocessors()
-    largest = ((_measured(case, ends_of(case)[1]), product_candidates(case, num_sms)) for case in cases)
-    return launches(largest, _kernel)
+def product_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Launch]:
+    return launches(((_measured(case, ends_of(case)[1]), listed(case)) for case in cases), _kernel)
 
 
-def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], progress: Progress) -> list[TunedLinear]:
-    """Return the cases for which the kernel for Hopper is worthwhile, with their tiles; see `HopperKernel.tune`.
+def tune_products(
+    cases: Sequence[LinearCase], linears: Iterable[TunedLinear], progress: Progress, listed: Listed
+) -> Iterator[Outcome]:
+    """Yield the tiles of the cases for which the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
 
-    The kernel is compared with the library at both ends of each bucket. linears: result of tune_hopper_linears. In
-    buckets for few tokens, the kernel is compared with these linears instead, if they have tiles for the weight.
+    The kernel is compared with the library at both ends of each bucket. linears: tiles that tune_hopper_linears found.
+    In buckets for few tokens, the kernel is compared with these linears instead, if they have tiles for the weight.
+    listed: returns the candidates of a case.
     """
-    rates, num_sms = device_rates(torch.device("cuda"), torch.bfloat16), _multiprocessors()
+    rates = device_rates(torch.device("cuda"), torch.bfloat16)
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}
 
     def before(case: LinearCase) -> Linear:
@@ -112,7 +114,7 @@ def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], p
     return HopperKernel(
         "measure products on Hopper",
         chains_of=lambda case: [Chain([_measured(case, tokens)]) for tokens in ends_of(case)],
-        candidates=lambda case: product_candidates(case, num_sms),
+        candidates=listed,
         kernel=_kernel,
         before=before,
         library=_library,
@@ -120,10 +122,6 @@ def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], p
         worth=WORTH,
         sustained_ms=SUSTAINED_MS,
     ).tune(cases, progress)
-
-
-def _multiprocessors() -> int:
-    return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _measured(case: LinearCase, num_tokens: int) -> LinearCase:

@@ -105,13 +105,23 @@ def profile_of(device: torch.device) -> DeviceProfile | None:
 
 
 def load_profile(device_name: str) -> DeviceProfile | None:
-    """Return the profile of a device model, such as "NVIDIA H200"; None if `profiles_folder` has none."""
-    return _read(profile_path(device_name))
+    """Return the profile of a device model, such as "NVIDIA H200"; None if `profiles_folder` has none.
+
+    A file is read once in a process.
+    """
+    path = profile_path(device_name)
+    return _read(path) if path.exists() else None
+
+
+def profiles_of_others(device_name: str) -> list[DeviceProfile]:
+    """Return the profiles that the package ships for other device models."""
+    shipped = (parse_profile(path.read_text()) for path in sorted(SHIPPED.glob("*.json")))
+    return [profile for profile in shipped if profile.device != device_name]
 
 
 @cache
-def _read(path: Path) -> DeviceProfile | None:
-    return parse_profile(path.read_text()) if path.exists() else None
+def _read(path: Path) -> DeviceProfile:
+    return parse_profile(path.read_text())
 
 
 def parse_profile(text: str) -> DeviceProfile:

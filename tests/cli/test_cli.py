@@ -163,7 +163,7 @@ def test_config_says_that_a_gpu_has_no_profile(monkeypatch: pytest.MonkeyPatch) 
     note = profile_note(on_gpu)
     assert note is not None
     assert note.startswith("NVIDIA A10 has no profile")
-    assert note.endswith(f"compiled-engine tune --model {config.model.path}")
+    assert note.endswith(f"compiled-engine tune --quick --model {config.model.path}")
     assert profile_note(config) is None
     assert profile_note(replace(on_gpu, compile=replace(config.compile, enabled=False))) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

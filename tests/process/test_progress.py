@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from compiled_engine.process.progress import RichProgress
+from compiled_engine.process.progress import Advance, Note, RichProgress, WithTimeLeft
 
 
 @pytest.mark.parametrize(("patience_s", "shown"), [(0.0, True), (1e-9, True), (3600.0, False)])
@@ -42,3 +45,28 @@ def test_a_full_disk_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(2)
         done = 2
     assert done == 2
+
+
+class Notes:
+    """A display that keeps the note of each call."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None, *, note: Note | None = None, **more: Any) -> Iterator[Advance]:
+        assert note is not None
+        yield lambda count: self.texts.append(note())
+
+
+def test_the_time_left_is_that_of_the_units_left() -> None:
+    notes, seconds = Notes(), iter([10.0, 12.0, 40.0, 50.0, 60.0])
+    progress = WithTimeLeft(notes, lambda: next(seconds))
+    with progress.stage("tune", total=100) as advance:
+        advance(0)  # nothing is known yet
+        advance(2)
+        advance(28)
+        advance(70)
+    with progress.stage("tune", note=lambda: "two by two") as advance:
+        advance(7)
+    assert notes.texts == ["", "about 1:38 left", "about 1:10 left", "", "two by two"]

@@ -1,6 +1,11 @@
-"""The linears that are tuned for models whose shapes are known."""
+"""The linears that are tuned for models whose shapes are known, and chains of linears without a GPU."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
 
 from compiled_engine.tune.linears import HEAD, LAYER, LinearCase
 
@@ -44,3 +49,18 @@ PLAIN = {
         head(75968, 4096, norm=False),
     ],
 }
+
+
+class QuickChain:
+    """A chain whose linears are all correct, and each slower than the previous one."""
+
+    times = itertools.count(1.0)
+
+    def __init__(self, cases: Sequence[LinearCase], layers: int | None = None) -> None:
+        self.cases = cases
+
+    def run(self, linears: list[object], layers: int | None = None) -> torch.Tensor:
+        return torch.ones(1)
+
+    def microseconds(self, linears: list[object], repeats: int, sustained_ms: float = 0.0) -> float:
+        return next(self.times)

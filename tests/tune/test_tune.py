@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tuned_linears import PLAIN, layer
+from tuned_linears import PLAIN, QuickChain, layer
 from typer.testing import CliRunner
 
 from compiled_engine.bench.bounds import Rates
-from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
-from compiled_engine.config import EngineConfig
 from compiled_engine.passes.framework.profile import parse_profile, profile_path
 from compiled_engine.passes.linear.hopper_linear import HopperTiles
 from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
 from compiled_engine.passes.registry import DEFAULT_PASSES
 from compiled_engine.process.progress import SilentProgress
-from compiled_engine.tune import device_tuning, hopper_tuning, linear_tuning, product_tuning
+from compiled_engine.tune import hopper_tuning, linear_tuning, product_tuning
 from compiled_engine.tune.device_tuning import MeasuredProfile, merged, profile_text
+from compiled_engine.tune.hopper_tuning import hopper_candidates
 from compiled_engine.tune.linear_tuning import MOST_REGISTERS, candidates
 from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, at_each
 from compiled_engine.tune.on_hopper import worthwhile
@@ -59,17 +58,27 @@ def test_a_profile_is_read_as_it_was_written() -> None:
     assert Tiles(**read.tiles[8, 1024, 3072, False]) == tiles
 
 
-def a_profile(rows: list[tuple[int, int]], gain: float) -> dict[str, Any]:
-    linears = [{"tokens": t, "num_rows": n, "k": 8, "silu_mul": False, "tiles": {"gain": gain}} for t, n in rows]
-    return {"device": "A GPU", "noise_us": 1.0, "gains_us": {"silu_mul": {"1": gain}}, "linears": linears}
+def tuned(name: str, tokens: int, num_rows: int, microseconds: float) -> TunedLinear:
+    case = LinearCase(name, tokens, num_rows, 4096, False, False, True)
+    return TunedLinear(case, Tiles(tokens, 4, 1024), microseconds, 6.0, 1.0)
 
 
-def test_another_shape_joins_what_was_measured() -> None:
-    """Of a shape that is measured again nothing old stays; a pass gains what it gains of every shape."""
-    both = merged(a_profile([(1, 16), (1, 32)], 2.0), a_profile([(1, 16), (8, 16), (1, 64)], 5.0))
-    read = parse_profile(profile_text(both))
-    assert {key[:2]: tiles["gain"] for key, tiles in read.tiles.items()} == {(1, 64): 5.0, (1, 16): 2.0, (1, 32): 2.0}
-    assert read.gains_us == {"silu_mul": {1: 2.0}}
+def test_what_was_not_measured_again_is_kept() -> None:
+    """A case that was measured again and is now faster with another kernel is left out."""
+    old = [tuned("down", tokens, rows, 4.0) for tokens, rows in ((1, 16), (8, 16), (1, 32), (8, 32))]
+    gains = {"silu_mul": {1: 5.0, 8: -1.0}}
+    known = MeasuredProfile("A GPU", gains, 2.0, tuple(old), tuple(old[:2])).as_record()
+    measured = {("linears", (1, 16, 4096, False)), ("hopper_linears", (1, 16, 4096, False))}
+    new = MeasuredProfile("A GPU", {}, 0.0, (tuned("down", 1, 16, 3.0),), measured=frozenset(measured))
+    both = merged(new, known)
+    times = {(row["tokens"], row["num_rows"]): row["us"] for row in both["linears"]}
+    assert times == {(1, 16): 3.0, (8, 16): 4.0, (1, 32): 4.0, (8, 32): 4.0}
+    assert [(row["tokens"], row["num_rows"]) for row in both["hopper_linears"]] == [(8, 16)]
+    read = parse_profile(json.dumps(both))
+    assert (read.gains_us, read.noise_us) == (gains, 2.0)
+    again = merged(replace(new, gains_us={"silu_mul": {1: 2.0, 8: 2.0}, "rope": {1: 1.0}}, noise_us=1.0), both)
+    read = parse_profile(json.dumps(again))
+    assert (read.gains_us, read.noise_us) == ({"silu_mul": {1: 2.0, 8: -1.0}, "rope": {1: 1.0}}, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["a folder", "no profile"])
@@ -114,21 +123,6 @@ def test_the_profile_that_ships_is_whole() -> None:
         assert (Tiles(**row["tiles"]).tokens == 1) == (row["tokens"] == 1)
 
 
-class QuickChain:
-    """A chain whose linears are all correct, and each slower than the previous one."""
-
-    times = itertools.count(1.0)
-
-    def __init__(self, cases: list[LinearCase], layers: int | None = None) -> None:
-        pass
-
-    def run(self, linears: list[object], layers: int | None = None) -> torch.Tensor:
-        return torch.ones(1)
-
-    def microseconds(self, linears: list[object], repeats: int, sustained_ms: float = 0.0) -> float:
-        return next(self.times)
-
-
 @pytest.mark.parametrize("module", [linear_tuning, hopper_tuning])
 def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -136,9 +130,12 @@ def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest
     monkeypatch.setattr(module, "Chain", QuickChain)
     case = LinearCase("down", 8, 4096, 4096, False, False, True)
     if module is linear_tuning:
-        (tuned,) = linear_tuning.tune_linears([case], SilentProgress())
+        ((outcome,),) = linear_tuning.tune_linears([case], SilentProgress(), candidates)
     else:
-        (tuned,) = hopper_tuning.tune_hopper_linears([case], (), SilentProgress())
+        (outcome,) = hopper_tuning.tune_hopper_linears([case], (), SilentProgress(), hopper_candidates)
+    assert outcome.case == case
+    tuned = outcome.tuned
+    assert tuned is not None
     assert tuned.bound_microseconds == pytest.approx(4096 * 4096 * 2 / 2e6)
 
 
@@ -147,9 +144,11 @@ def test_a_weight_without_candidates_keeps_the_tiles_of_the_rule(monkeypatch: py
     monkeypatch.setattr(linear_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
     monkeypatch.setattr(linear_tuning, "Chain", QuickChain)
     router, down = layer(128, 2048, norm=True), layer(2048, 8192, residual=True)
-    tuned = linear_tuning.tune_linears(at_each([router, down], [1, 8]), SilentProgress())
-    assert [each.case for each in tuned] == [router, *at_each([down], [1, 8])]
-    assert linear_tuning.tune_linears(at_each([router], [8]), SilentProgress()) == []
+    cases = at_each([router, down], [1, 8])
+    outcomes = [each for some in linear_tuning.tune_linears(cases, SilentProgress(), candidates) for each in some]
+    assert [each.case for each in outcomes] == cases
+    assert [each.case for each in outcomes if each.tuned is None] == at_each([router], [8])
+    assert list(linear_tuning.tune_linears([], SilentProgress(), candidates)) == []
 
 
 LIBRARY, OURS = "library", "ours"
@@ -159,9 +158,6 @@ def times_of(times: dict[tuple[int, str], float]) -> type[QuickChain]:
     """Return chains that take these microseconds, by tokens and kernel; at other numbers all take the same."""
 
     class TimedChain(QuickChain):
-        def __init__(self, cases: list[LinearCase], layers: int | None = None) -> None:
-            self.cases = cases
-
         def microseconds(self, linears: Any, repeats: int, sustained_ms: float = 0.0) -> float:
             assert repeats > 1
             (linear,) = linears
@@ -169,6 +165,13 @@ def times_of(times: dict[tuple[int, str], float]) -> type[QuickChain]:
             return times.get((self.cases[0].num_tokens, kind), 100.0)
 
     return TimedChain
+
+
+def products_of(cases: list[LinearCase], *linears: TunedLinear) -> list[TunedLinear]:
+    listed = partial(product_tuning.product_candidates, num_sms=132)
+    outcomes = list(product_tuning.tune_products(cases, linears, SilentProgress(), listed))
+    assert [each.case for each in outcomes] == cases
+    return [each.tuned for each in outcomes if each.tuned is not None]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +184,9 @@ def test_a_product_must_gain_at_both_ends_of_its_bucket(
     """The library takes 100 microseconds at either end, of 193 and of 256 tokens."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
-    monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
     monkeypatch.setattr(product_tuning, "Chain", times_of({(193, OURS): smallest, (256, OURS): largest}))
     cases = product_tuning.product_cases(PLAIN["qwen3-8b", 1])
-    tuned = product_tuning.tune_products(cases, (), SilentProgress())
+    tuned = products_of(cases)
     assert [each.case.num_tokens for each in tuned] == ([256] if taken else [])
     if taken:
         assert tuned[0].smallest == (193, smallest, 100.0)
@@ -198,12 +200,11 @@ def test_up_to_128_tokens_a_product_must_be_faster_than_hoppers_linear(monkeypat
     """It takes 100 microseconds, as any kernel but the library, which takes 200."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(product_tuning, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
-    monkeypatch.setattr(product_tuning, "_multiprocessors", lambda: 132)
     monkeypatch.setattr(product_tuning, "Chain", times_of({(tokens, LIBRARY): 200.0 for tokens in (65, 96, 97, 128)}))
     cases = [case for case in product_tuning.product_cases(PLAIN["qwen3-8b", 1]) if case.num_tokens <= 128]
-    assert len(product_tuning.tune_products(cases, (), SilentProgress())) == 2
+    assert len(products_of(cases)) == 2
     linear = TunedLinear(cases[1], HopperTiles(3, 128, 5), 100.0, 200.0, 50.0)
-    assert product_tuning.tune_products(cases, (linear,), SilentProgress()) == []
+    assert products_of(cases, linear) == []
 
 
 def test_the_tiles_that_gain_at_their_worst_end_are_the_best() -> None:
@@ -228,10 +229,10 @@ def test_hoppers_linear_is_compared_with_the_tiles_just_tuned(monkeypatch: pytes
     monkeypatch.setattr(hopper_tuning, "Chain", Chain)
     case, tiles = LinearCase("down", 32, 4096, 4096, False, False, True), Tiles(32, 64, 64, num_stages=5)
     small = [TunedLinear(case, tiles, 4.0, 6.0, 1.0)]
-    hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], small, SilentProgress())
+    list(hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], small, SilentProgress(), hopper_candidates))
     assert compared[0] == tiles
     compared.clear()
-    hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], (), SilentProgress())
+    list(hopper_tuning.tune_hopper_linears([replace(case, num_tokens=16)], (), SilentProgress(), hopper_candidates))
     assert compared[0] == choose_tiles(16, 4096, 4096, False, torch.bfloat16)
 
 
@@ -245,7 +246,7 @@ def test_what_was_measured_is_kept_if_the_rest_is_interrupted(tmp_path: Path, mo
     case = LinearCase("down", 8, 1024, 3072, False, False, True)
     linears = (TunedLinear(case, Tiles(8, 64, 256), 4.0, 6.0, 1.0),)
 
-    def interrupted(folders: Any, progress: Any, ranks: Any, keep: Any) -> MeasuredProfile:
+    def interrupted(folders: Any, progress: Any, ranks: Any, keep: Any, quick: bool) -> MeasuredProfile:
         keep(MeasuredProfile("A GPU", {}, 0.0, linears))
         raise ValueError("enough")
 
@@ -254,51 +255,3 @@ def test_what_was_measured_is_kept_if_the_rest_is_interrupted(tmp_path: Path, mo
     path = tmp_path / "profile.json"
     assert CliRunner().invoke(app, ["tune", "--shape", "qwen3-0.6b", "-o", str(path)]).exit_code == 2
     assert parse_profile(path.read_text()).tiles.keys() == {(8, 1024, 3072, False)}
-
-
-def test_a_profile_is_kept_after_the_linears_and_the_gains_of_each_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def linears_by_hand(config: EngineConfig, num_ranks: int) -> list[LinearCase]:
-        return PLAIN["qwen3-8b" if config.model.hidden_size == 4096 else "qwen3-0.6b", num_ranks]
-
-    def tuned(cases: Any, *others: Any) -> list[TunedLinear]:
-        return [TunedLinear(cases[0], Tiles(1, 4, 1024), 4.0, 6.0, 1.0)]
-
-    monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
-    monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
-    monkeypatch.setattr(device_tuning, "linears_of", linears_by_hand)
-    monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
-    for name in ("tune_linears", "tune_hopper_linears", "tune_products"):
-        monkeypatch.setattr(device_tuning, name, tuned)
-    monkeypatch.setattr(device_tuning, "measure", lambda *others: {"silu_mul": [Gain(1, 30.0, 3.0)], "layer_norm": []})
-    folders = [write_shape(tmp_path / name, name) for name in ("qwen3-0.6b", "qwen3-8b")]
-    kept: list[MeasuredProfile] = []
-    last = device_tuning.tune_device(folders, SilentProgress(), (1, 2), kept.append)
-    assert [len(profile.linears) for profile in kept] == [1, 2, 3, 4, 4, 4]
-    assert kept[-1] == last
-    assert [profile.noise_us for profile in kept] == [0.0] * 4 + [3.0, 3.0]
-    assert last.gains_us == {"silu_mul": {1: 30.0}}
-
-
-@pytest.mark.parametrize("beaten", [False, True])
-def test_tiles_in_registers_are_kept_unless_hoppers_kernel_beats_them(
-    beaten: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launch prefers them to it; others stay, since a launch prefers it to these."""
-    here, there = PLAIN["qwen3-0.6b", 1][:2]
-    small = [
-        TunedLinear(replace(here, num_tokens=8), Tiles(8, 8, 256, 4, ahead=1), 4.0, 6.0, 1.0),
-        TunedLinear(replace(there, num_tokens=8), Tiles(8, 16, 128), 4.0, 6.0, 1.0),
-    ]
-    hopper = [TunedLinear(each.case, HopperTiles(1, 8, 3), 3.0, 6.0, 1.0) for each in small[1 - beaten :]]
-    monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
-    monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
-    monkeypatch.setattr(device_tuning, "linears_of", lambda config, num_ranks: [here, there])
-    monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
-    monkeypatch.setattr(device_tuning, "measure", lambda *others: {})
-    for name, found in (("tune_linears", small), ("tune_hopper_linears", hopper), ("tune_products", [])):
-        monkeypatch.setattr(device_tuning, name, lambda *others, found=found: found)
-    profile = device_tuning.tune_device([write_shape(tmp_path, "qwen3-0.6b")], SilentProgress())
-    assert list(profile.linears) == small[beaten:]
-    assert list(profile.hopper_linears) == hopper
