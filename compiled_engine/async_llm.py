@@ -389,19 +389,28 @@ class AsyncLLM:
         await update_calls.served_async(calls, self._client.make)
 
     async def connect_weight_sender(
-        self, address: str, port: int, *, rank_offset: int = 1, world_size: int, packed: bool = False
+        self,
+        address: str,
+        port: int,
+        *,
+        rank_offset: int = 1,
+        world_size: int,
+        packed: bool = False,
+        backend: str = "gloo",
     ) -> None:
-        """Join the gloo process group of a trainer, which `update_weights` then can have broadcast tensors.
+        """Join the group of a trainer, which `update_weights` then can have broadcast tensors.
 
         address, port: of the trainer's store. rank_offset: the first rank of the engine. world_size: ranks of trainer
         and engine. packed: several tensors come in a message, which ends with the tensor that brings it above 1 GiB.
+        backend: gloo or nccl, see docs/rollouts.md.
 
         Raises ValueError with several replicas, ControlError if the trainer does not answer.
         """
         self._attach()
         if self.config.parallel.has_replicas:
             raise ValueError(f"data_parallel_size is {self.config.parallel.data_parallel_size}; allowed: 1")
-        await self._client.make(update_calls.connect(address, port, rank_offset, world_size, packed=packed))
+        call = update_calls.connect(address, port, rank_offset, world_size, packed=packed, backend=backend)
+        await self._client.make(call)
 
     async def start_weight_update(self) -> None:
         """Begin an update in parts, see `LLM.start_weight_update`."""

@@ -311,8 +311,9 @@ class LLM:
     def update_weights(self, weights: WeightSource, *, version: str | None = None, recompute: bool = True) -> None:
         """Replace the weights in place, between two steps; nothing is compiled or captured again.
 
-        weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, or (name, tensor) pairs.
-            They are the whole checkpoint, but between `start_weight_update` and `finish_weight_update` a part of it.
+        weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, (name, tensor) pairs, or
+            SharedTensors of another process. They are the whole checkpoint, but between `start_weight_update` and
+            `finish_weight_update` a part of it.
         version, recompute: see `finish_weight_update`.
 
         Raises TypeError or ControlError for weights that do not fit; the old ones then stay.
@@ -340,7 +341,8 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back to the system until `wake_up`; requires enable_sleep_mode.
 
-        level: 1 for the KV cache; 2 also for the weights, after which `update_weights` must follow.
+        level: 1 for the KV cache, and weights on a GPU, which are kept in host memory; 2 for the KV cache and the
+            weights, after which `update_weights` must follow.
         mode: what becomes of open streams: "abort" ends them, "keep" has them computed again afterwards.
 
         Raises ControlError for another level or mode, or without enable_sleep_mode.

@@ -194,6 +194,11 @@ class EngineOptions:
         "after biases, penalties, temperature and filters, `processed_logprobs`",
         "those of prompts are always the model's",
     )
+    batch_invariant: bool = declare(
+        False,
+        SWITCH,
+        "give a request [the same bits](rollouts.md#batch-invariance) whatever shares its steps",
+    )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(
         "auto",
@@ -218,7 +223,7 @@ class EngineOptions:
         False,
         SWITCH,
         "let the engine [sleep](rollouts.md#sleep): give back the memory of its KV cache and its weights for a while",
-        "on a CPU",
+        "a GPU needs the package `cuda-bindings`, which comes with PyTorch",
     )
     enable_lora: bool = declare(False, SWITCH, "let each request have a [LoRA adapter](adapters.md) of its own")
     max_loras: int = declare(1, integer(most=256), "adapters that a step may have, each in a slot on the device")

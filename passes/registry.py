@@ -15,6 +15,7 @@ from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.invariant_linear import InvariantLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.linear.silu_mul import SiluMul
 from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
@@ -108,6 +109,8 @@ def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
     enabled: list[GraphPass] = [p for p in _registered if p.name in config.compile.passes]
     if config.adapters is not None:
         enabled.append(Adapters(config.adapters))
+    if config.batch_invariant:
+        enabled.append(InvariantLinear())
     return tuple(sorted({count for p in enabled for count in p.kernel_token_counts}))
 
 

@@ -17,8 +17,11 @@ from compiled_engine.attention.case import AttentionCase, GraphSupport, Refused,
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
 BACKENDS: tuple[str, ...] = ("torch", "cpp", "triton", "flash_attn")
+# The backend of batch-invariant engines, by type of device.
+INVARIANT = {"cpu": "invariant_cpp", "cuda": "invariant_triton"}
 MAX_BLOCK_SIZE = 1 << 16
 PACKAGES = {"torch": "torch", "cpp": "torch", "triton": "triton", "flash_attn": "flash-attn"}
+PACKAGES |= {"invariant_cpp": "torch", "invariant_triton": "triton"}
 
 
 class AttentionBackend(Protocol):
@@ -115,7 +118,7 @@ class AttentionBackend(Protocol):
 @cache
 def get_backend(name: str) -> AttentionBackend:
     """Return the backend of that name. Raises ValueError for an unknown name, ImportError naming a missing package."""
-    if name not in BACKENDS:
+    if name not in PACKAGES:
         raise ValueError(f"attention_backend is {name!r}; known backends: {', '.join(BACKENDS)}")
     try:
         module = import_module(f"compiled_engine.attention.backends.{name}_backend")

@@ -64,14 +64,16 @@ def compiled_kernels() -> list[str]:
 
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
-    """Return the device memory in use, in bytes by part; None without CUDA, and with worker processes.
+    """Return the device memory in use, in bytes by part.
+
+    None without CUDA, with worker processes, and with sleep mode, whose memory is not PyTorch's.
 
     kv_cache: the KV cache. without_kv_cache: the rest of PyTorch's reserved peak (weights, activations, graphs).
     graphs_predicted, graphs_used: predicted and actual size of the graphs.
     """
     import torch
 
-    if config.device.type != "cuda" or config.parallel.executor != "in_process":
+    if config.device.type != "cuda" or config.parallel.executor != "in_process" or config.sleeps:
         return None
     kv_cache = metrics["kv_cache_bytes"]
     return {

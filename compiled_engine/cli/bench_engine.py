@@ -56,7 +56,10 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
 
 
 def command_line(secrets: Collection[str] = ()) -> str:
-    """Return the command that started the process, without the values of `secrets` options and passwords in URLs."""
+    """Return the command that started the process, without passwords in URLs.
+
+    secrets: names of options whose values are hidden.
+    """
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.rank_memory import Memory
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.parallel.rank_share import local_model
 
@@ -82,19 +83,24 @@ def size_cache(
     return CacheSize(count, size, left, activation_bytes, graph_bytes)
 
 
-def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
+def allocate(
+    config: EngineConfig, num_blocks: int, layers: range | None = None, memory: Memory | None = None
+) -> list[torch.Tensor]:
     """Return a new KV cache: for each layer zeros [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
     Layers that share keys and values have the same tensor. The last dimension may include a scale, see kv_format. On a
-    CPU, blocks take memory only once they are used. layers: the layers to allocate for; None: all.
+    CPU, blocks take memory only once they are used. layers: the layers to allocate for; None: all. memory: see
+    RankMemory.kv_cache.
     """
     shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
     caches = {}
     for layer in _own_caches(config, shapes):
-        if config.device.type != "cpu":
+        size = math.prod(shapes[layer]) * dtype.itemsize
+        if memory is not None:
+            caches[layer] = memory.allocate(size).zero_().view(dtype).view(shapes[layer])
+        elif config.device.type != "cpu":
             caches[layer] = torch.zeros(shapes[layer], dtype=dtype, device=config.device)
         else:
-            size = math.prod(shapes[layer]) * dtype.itemsize
             caches[layer] = _untouched(size).view(dtype).view(shapes[layer])
     return [caches[config.model.kv_layer(layer)] for layer in shapes]
 

@@ -26,6 +26,7 @@ from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.engine import cache_memory
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, step_of_batch
 from compiled_engine.engine.load_model import LoadedModel
+from compiled_engine.engine.rank_memory import Memory
 from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel
 from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, VARIANTS
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
@@ -128,9 +129,9 @@ class ModelForward:
         """Return the length of AttentionInputs.work_W for batches of up to these sizes. 0: no work is planned."""
         return 0 if self._case is None else self._backend.work_length(num_tokens, num_rows, self._case)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Replace the tensors in kv_caches by new ones of `num_blocks` blocks."""
-        self.kv_caches[:] = cache_memory.allocate(self._config, num_blocks, self._layers)
+    def allocate(self, num_blocks: int, memory: Memory | None = None) -> None:
+        """Replace the tensors in kv_caches by new ones of `num_blocks` blocks. memory: see RankMemory.kv_cache."""
+        self.kv_caches[:] = cache_memory.allocate(self._config, num_blocks, self._layers, memory)
 
     def forward(
         self,

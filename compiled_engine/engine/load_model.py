@@ -17,6 +17,7 @@ from torch import nn
 
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.engine.rank_memory import Memory
 from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel, compile_model
 from compiled_engine.graphs.compiler.signature import FORWARD, VARIANTS, callables_of
 from compiled_engine.graphs.compiler.stitch import Forward
@@ -160,18 +161,20 @@ def load_model(
     progress: Progress,
     shared: Mapping[str, torch.Tensor] | None = None,
     features: Sequence[EagerFeature] = (),
+    memory: Memory | None = None,
 ) -> LoadedModel:
     """Load the weights of a rank's model onto the device, and return the model.
 
     compiled: the compiled model of this rank's stage; parameters that it does not read stay on the meta device. None:
     the model runs eagerly. shared: tensors of another model to use as parameters, by name. features: the parts of
-    features in an eager model. Raises what materialize and load_weights raise.
+    features in an eager model. memory: see RankMemory.weights. Raises what materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))
     shared = shared or {}
     parameters = compiled.parameters if compiled else _eager_parameters(config, model, features)
-    weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
+    allocate, own_parameters = memory and memory.allocate, [each for each in parameters if each.name not in shared]
+    weights = materialize(model, own_parameters, config.device, allocate)
     own = {id(tensor): nn.Parameter(tensor, requires_grad=False) for tensor in shared.values()}  # tied ones once
     for name, tensor in shared.items():
         owner, _, attribute = name.rpartition(".")

@@ -22,6 +22,7 @@ from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
 from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOutput
+from compiled_engine.engine.rank_memory import RankMemory
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.engine.step_hooks import (
@@ -131,9 +132,10 @@ class Runner:
         self._compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
         if self._compiled is not None:
             self._compiled = self._make_features.own_part(config, self._compiled)
+        self._memory = memory = self._make_features.memory(config)
         with timeline.span("load weights"):
             eager = () if self._compiled is not None else self._make_features.of_eager_model(config)
-            loaded = load_model(config, self._compiled, group, progress, features=eager)
+            loaded = load_model(config, self._compiled, group, progress, features=eager, memory=memory.weights)
         self._capture = capture = CudaCapture(config.device) if config.graph.captures else None
         on_attention = capture.on_attention if capture else None
         self.model = ModelForward(config, loaded, on_attention, self._share.layers)
@@ -151,6 +153,7 @@ class Runner:
             module=loaded.module,
             tensors=loaded.tensors,
             weights=loaded.weights,
+            memory=memory,
             model=self.model,
             states=self.states,
             buffers=self.buffers,
@@ -243,7 +246,7 @@ class Runner:
             self._config, activation_bytes, graph_bytes, reserved, self._share.layers
         )
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
-        self.model.allocate(self.num_blocks)
+        self.model.allocate(self.num_blocks, self._memory.kv_cache)
         for feature in self._hooks.features:
             feature.allocate(self.num_blocks)
         if graphs:
@@ -431,7 +434,7 @@ class Runner:
             self.step_graphs.graphs.close()
         self._hooks = StepHooks(())
         self.model.close()
-        self._compiled = None
+        self._compiled, self._memory = None, RankMemory()
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

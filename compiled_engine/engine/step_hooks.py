@@ -37,6 +37,7 @@ from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
 from compiled_engine.engine.load_model import EagerFeature, RankWeights
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.rank_memory import RankMemory
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.graphs.compiled_model import CompiledModel
@@ -83,6 +84,7 @@ class RunnerParts:
     module: nn.Module  # the model, which runs if `compiled` is None
     tensors: dict[str, torch.Tensor]  # parameters by name, packed ones included
     weights: RankWeights
+    memory: RankMemory
     model: ModelForward
     states: RequestStates
     buffers: InputBuffers
@@ -246,6 +248,8 @@ class MakeFeatures:
     of_runner: Callable[[RunnerParts], RunnerFeatures]  # all others
     # Returns the part of the compiled model that the runner executes.
     own_part: Callable[[EngineConfig, CompiledModel], CompiledModel] = lambda config, compiled: compiled
+    # Returns where the runner's weights and KV cache are allocated.
+    memory: Callable[[EngineConfig], RankMemory] = lambda config: RankMemory()
 
 
 class StepHooks:

@@ -48,7 +48,7 @@ from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers
 from compiled_engine.kv_format import FP8, halves_of, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.passes.framework.profile import PROFILES
+from compiled_engine.passes.framework.profile import profiles_folder
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.ranks import VocabularySlice
@@ -349,7 +349,8 @@ def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: i
     layers.
     """
     fields = {name: value for name, value in effective_fields(config).items() if name.startswith(KERNEL_FIELDS)}
-    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
+    files = sorted(profiles_folder().glob("*.json"))
+    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     factors = {"entry": entry_key, "share": share, "config": fields, "profiles": profiles}
     return kernels / f"start_{factors_key(factors)}"
 

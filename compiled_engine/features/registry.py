@@ -40,7 +40,7 @@ from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPr
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows, snapshot_rows
 from compiled_engine.features.sleep.plan import Sleep
-from compiled_engine.features.sleep.step_sleep import LoseWeights, StepSleep
+from compiled_engine.features.sleep.step_sleep import LoseWeights, rank_memory, step_sleep
 from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
@@ -126,13 +126,13 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 def make_features(link: StageLink | None = None) -> MakeFeatures:
     """Return the functions that make a runner's features. `link` connects the stages of a pipeline, if any."""
     if link is None:
-        return MakeFeatures(eager_features, step_features)
+        return MakeFeatures(eager_features, step_features, memory=rank_memory)
     stage = link.stage
 
     def own_part(config: EngineConfig, compiled: CompiledModel) -> CompiledModel:
         return stage_model(compiled, stage, config.scheduler.max_num_batched_tokens, config.device)
 
-    return MakeFeatures(eager_features, partial(step_features, link=link), own_part)
+    return MakeFeatures(eager_features, partial(step_features, link=link), own_part, rank_memory)
 
 
 def _step_host_blocks(parts: RunnerParts, rank: int) -> StepHostBlocks:
@@ -203,7 +203,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    features.append(StepWeightUpdates(parts.weights, rank, config.parallel.devices_per_replica, others))
+    num_ranks = config.parallel.devices_per_replica
+    features.append(StepWeightUpdates(parts.weights, config.device, rank, num_ranks, others))
     if config.sleeps:
-        features.append(StepSleep(parts.weights, parts.model, asleep))
+        features.append(step_sleep(parts, asleep))
     return RunnerFeatures(features, tail, advance)

@@ -86,7 +86,7 @@ SERVER: Rows = {
 }
 
 # Environment variables of vLLM that are read for an option of this server, by the option's name.
-VARIABLES = {"api_key": ("VLLM_API_KEY",)}
+VARIABLES = {"api_key": ("VLLM_API_KEY",), "batch_invariant": ("VLLM_BATCH_INVARIANT",)}
 PREFIX = "VLLM_"
 LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 

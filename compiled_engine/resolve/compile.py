@@ -130,6 +130,8 @@ def _ranges(
 ) -> tuple[tuple[int, int], ...]:
     most, num_ranks = scheduler.max_num_batched_tokens, options.tensor_parallel_size
     ends = options.compile_ranges
+    if options.batch_invariant:
+        ends, reasons["compile.ranges"] = (), "batch_invariant is True: one version serves all sizes"
     if ends is None:
         end = min(DEFAULT_RANGE_END, most - 1)
         ends = (end,) if end > 0 else ()

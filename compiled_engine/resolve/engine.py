@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.attention.backend import AttentionChoice, choose_backend
+from compiled_engine.attention.backend import INVARIANT, AttentionChoice, choose_backend
 from compiled_engine.attention.case import cases_of
 from compiled_engine.config import (
     CacheConfig,
@@ -23,6 +23,7 @@ from compiled_engine.config import (
     SpeculationConfig,
     json_value,
 )
+from compiled_engine.features.sleep.mapped_memory import PACKAGE, has_driver_functions
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
 from compiled_engine.models.checkpoint.build_model import build_tensors
@@ -35,6 +36,7 @@ from compiled_engine.parallel.rank_share import local_share
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.adapters import resolve_adapters
+from compiled_engine.resolve.batch_invariance import require_invariant, require_invariant_steps
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import reached_short_contexts, recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import (
@@ -80,8 +82,10 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     model = _model(options, device, reasons, progress)
     parallel = resolve_parallel(options, model, device, reasons)
     if device.type != "cpu":
-        require_defaults(options, f"device is {str(device)!r}", "enable_sleep_mode", allowed="or device 'cpu'")
+        _require_driver_functions(options)
     compiled, graphed = _mode(options, device, reasons)
+    if options.batch_invariant:
+        require_invariant(options, model, device, compiled=compiled)
     if not compiled:
         reason = "mode is 'eager': stages are parts of the compiled model"
         require_defaults(options, reason, "pipeline_parallel_size", allowed="or mode compiled or graphed")
@@ -144,9 +148,18 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         kv_events=resolve_kv_events(options, caches_prefixes, reasons),
         sleeps=options.enable_sleep_mode,
         logprobs_mode=options.logprobs_mode,
+        batch_invariant=options.batch_invariant,
     )
     config = replace(config, speculation=resolve_speculation(options, config, progress))
+    if config.batch_invariant:
+        require_invariant_steps(config)
     return replace(config, cache=resolve_host_blocks(options, config))
+
+
+def _require_driver_functions(options: EngineOptions) -> None:
+    if options.enable_sleep_mode and not has_driver_functions():
+        reason = f"memory of a GPU is mapped by the Python package {PACKAGE}, which is not installed"
+        require_defaults(options, reason, "enable_sleep_mode", allowed=f"or {PACKAGE}, or device 'cpu'")
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
@@ -333,4 +346,5 @@ def _scheduler(
 def _attention(options: EngineOptions, model: ModelConfig, device: torch.device, kv_dtype: str) -> AttentionChoice:
     cases = cases_of(model, 0, device, kv_dtype)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return choose_backend(options.attention_backend, options.block_size, cases)
+        backend = INVARIANT[device.type] if options.batch_invariant else options.attention_backend
+        return choose_backend(backend, options.block_size, cases)

@@ -57,9 +57,20 @@ def logprob_rows(
         top = logits.topk(num_top, dim=-1)
         rows_RW[rows, 0] = (logits > chosen).sum(dim=-1, dtype=torch.int32) + 1
         rows_RW[rows, 1::2] = torch.cat([token_ids, top.indices], dim=1).int()
-        values = torch.cat([chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
+        values = torch.cat([chosen, top.values], dim=1) - _log_sums(logits)
         rows_RW[rows, 2::2] = values.view(torch.int32)
     return download(rows_RW)
+
+
+def _log_sums(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Return the logsumexp of each row, [R, 1]. The order of a row's sum does not depend on the number of rows.
+
+    PyTorch divides the sum of a lone row among threads, and on a GPU the sums of few rows among thread blocks.
+    """
+    if logits_RV.device.type != "cpu":
+        return torch.cat([row_1V.logsumexp(-1, keepdim=True) for row_1V in logits_RV.split(1)])
+    rows = logits_RV.expand(2, -1) if len(logits_RV) == 1 else logits_RV
+    return rows.logsumexp(-1, keepdim=True)[: len(logits_RV)]
 
 
 def _rows_of_ranks(

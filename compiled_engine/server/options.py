@@ -28,7 +28,8 @@ from compiled_engine.server.origin import read_origin
 
 MOST_API_SERVERS = 64
 ANY_ORIGIN = "*"
-BACKEND = "gloo"
+# How a trainer sends weights.
+GLOO, NCCL, IPC = BACKENDS = ("gloo", "nccl", "ipc")
 
 COUNT = integer()
 UNBOUNDED_COUNT = integer(-1)
@@ -65,8 +66,8 @@ ORIGINS = a_list(
 def transfer_config(name: str, value: Any) -> dict[str, Any]:
     """Read how weights are transferred: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
     config = dict(read_mapping(name, value))
-    if config.get("backend") != BACKEND or len(config) > 1:
-        raise ValueError(f'{name} is {config!r}; allowed: {{"backend": "{BACKEND}"}}')
+    if config.get("backend") not in BACKENDS or len(config) > 1:
+        raise ValueError(f'{name} is {config!r}; allowed: {{"backend": BACKEND}}, with {", ".join(BACKENDS)}')
     return config
 
 
@@ -229,7 +230,8 @@ class ServerOptions:
     weight_transfer_config: Mapping[str, Any] | str | None = declare(
         None,
         TRANSFER,
-        'how a trainer sends weights: `{"backend": "gloo"}`, broadcasts on the host',
+        'how a trainer sends weights: `{"backend": "gloo"}`, broadcasts on the host; `nccl`, broadcasts between GPUs; '
+        "`ipc`, in the memory of the engine's GPU",
         "needs `rollouts`",
     )
     allowed_weights_folder: tuple[str, ...] = declare(

@@ -185,9 +185,9 @@ async def classify(request: Request) -> Reply:
 def _with_values(
     answer: Any, kind: type[Any], name: str, fields: Any, outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """Return the response with one item, a `kind`, for each of the outputs.
+    """Return the response `answer` with an item of the type `kind` for each output.
 
-    The field `name` of an item has the values of its output.
+    name: the item's field that gets the values of its output. fields: the request, which says how values are encoded.
     """
 
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:

@@ -215,7 +215,7 @@ async def read_body(
 
 
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
-    """Return a response 200 with `value` as JSON. `ignored` are warnings."""
+    """Return a response 200 with `value` as JSON. ignored: warnings, which a header of the response lists."""
     return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
 
 

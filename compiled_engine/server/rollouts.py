@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.engine.control import ControlError, PauseMode
+from compiled_engine.features.weight_updates.extras import SharedTensors
 from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast
 from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import ApiError, bad_request, require, require_given
-from compiled_engine.server.options import BACKEND
+from compiled_engine.server.options import IPC, transfer_config
 from compiled_engine.server.replies import json_response, read_body
 from compiled_engine.server.serving import Serving, serving_of
 
@@ -42,13 +43,17 @@ class InitRequest(msgspec.Struct, kw_only=True):
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """New weights: tensors that the trainer broadcasts, in the order of `names`, or the folder `path` on the server."""
+    """New weights: tensors that the trainer broadcasts, in the order of `names`, or that it shares by CUDA IPC, or the
+    folder `path` on the server.
+    """
 
     names: list[str] | None = None
     dtype_names: list[str] | None = None
     shapes: list[list[int]] | None = None
     path: str | None = None
-    packed: bool | None = None  # must be as in InitInfo
+    packed: bool | None = None  # as in InitInfo
+    shared: SharedTensors | None = None
+    ipc_handles_pickled: str | None = None  # refused
 
 
 class UpdateRequest(msgspec.Struct, kw_only=True):
@@ -156,7 +161,7 @@ async def server_info(request: Request) -> Response:
     serving = _allowed(request)
     engine = serving.engine
     config = {
-        "weight_transfer_config": None if serving.options.weight_transfer_config is None else {"backend": BACKEND},
+        "weight_transfer_config": None if (backend := _backend(serving)) is None else {"backend": backend},
         "model_config": {
             "model": serving.names[0],
             "dtype": str(engine.config.model.dtype).removeprefix("torch."),
@@ -223,16 +228,19 @@ async def _reset(serving: Serving, arguments: dict[str, Any]) -> bool:
 
 
 async def _init(serving: Serving, info: InitInfo) -> None:
-    backend = serving.options.weight_transfer_config
-    advice = """the server must be started with --weight-transfer-config '{"backend": "gloo"}'"""
+    backend = _backend(serving)
     if backend is None:
+        advice = """the server must be started with --weight-transfer-config '{"backend": "nccl"}', or gloo"""
         raise bad_request("init_info", advice, code="no_weight_transfer")
+    if backend == IPC:
+        return  # nothing to connect
     connecting = serving.engine.connect_weight_sender(
         info.master_address,
         info.master_port,
         rank_offset=info.rank_offset,
         world_size=info.world_size,
         packed=info.packed,
+        backend=backend,
     )
     await _done(connecting)
 
@@ -246,12 +254,24 @@ async def _update(serving: Serving, info: UpdateInfo) -> None:
         require(is_allowed, "path", f"a folder within {allowed}", info.path)
         await _done(serving.engine.update_weights(path))
         return
+    pickled = info.ipc_handles_pickled
+    require(pickled is None, "ipc_handles_pickled", "null, since pickles are not read: see shared", pickled)
+    if info.shared is not None:
+        backend = _backend(serving)
+        require(backend == IPC, "shared", """given with --weight-transfer-config '{"backend": "ipc"}'""", backend)
+        await _done(serving.engine.update_weights(info.shared))
+        return
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
     if names is None or dtypes is None or shapes is None:
-        raise bad_request("update_info", "update_info must have names, dtype_names and shapes, or path")
+        raise bad_request("update_info", "update_info must have names, dtype_names and shapes, or shared, or path")
     lengths = {len(names), len(dtypes), len(shapes)}
     require(len(lengths) == 1, "names, dtype_names and shapes", "of one length", sorted(lengths), param="update_info")
-    await _done(serving.engine.update_weights(Broadcast(names, dtypes, shapes)))
+    await _done(serving.engine.update_weights(Broadcast(names, dtypes, shapes, info.packed)))
+
+
+def _backend(serving: Serving) -> str | None:
+    config = serving.options.weight_transfer_config
+    return None if config is None else str(transfer_config("weight_transfer_config", config)["backend"])
 
 
 async def _done(work: Awaitable[Any]) -> Any:

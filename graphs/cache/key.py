@@ -49,6 +49,7 @@ GRAPH_FIELDS = (
     "compile.ranges",
     "parallel.tensor_parallel_size",
     "attention_backend",
+    "batch_invariant",
 )
 # Prefixes of fields that select many kernels, although they need not be factors of the key. Sizes of batches and
 # contexts are left out, as they select few.

@@ -40,6 +40,7 @@ from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
+from compiled_engine.passes.linear.invariant_linear import InvariantLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
@@ -224,12 +225,12 @@ def apply_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Run the passes on a copy of the graph for one range. Returns the graph, ready to be split, and the reports.
 
-    On a CPU fused ops are then decomposed for Inductor, except in direct callables and in small ranges that C++ kernels
-    serve. whole: result of `trace_whole`.
+    On a CPU fused ops are then decomposed for Inductor, except in direct callables, in small ranges that C++ kernels
+    serve, and in batch-invariant engines. whole: result of `trace_whole`.
     """
     module, reports = fuse(config, traced, compile_range, whole)
     facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
-    expands = config.device.type == "cpu" and not traced.signature.direct
+    expands = config.device.type == "cpu" and not traced.signature.direct and not config.batch_invariant
     if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
         module = expand_references(module)
     return module, reports
@@ -274,10 +275,16 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
     These are the registered passes, or none for direct callables. In callables with adapters, the pass for adapters is
     inserted after merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear
     and its activation. rope_angles is disabled if the angles have positions in three dimensions. quantise_activations
-    gets the model's quantisation rules.
+    gets the model's quantisation rules. In batch-invariant engines invariant_linear comes last, also in direct
+    callables, and takes the place of gated_linear and quantise_activations.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
+    if config.batch_invariant:
+        last = InvariantLinear()
+        left_out = GatedLinear.name, QuantiseActivations.name
+        enabled = (*(name for name in enabled if name not in left_out), last.name)
+        return ((last,) if signature.direct else (*registered_passes(), last)), enabled
     if signature.direct:
         return adapters, enabled
     rounding = QuantiseActivations(config.model.quantisation)

@@ -117,7 +117,7 @@ def phases_since(spans: Iterable[Span], start_s: float) -> tuple[Span, ...]:
 
 
 def module_tree(model: nn.Module) -> ModuleRecord:
-    """Return the tree of a model's modules. Of consecutive equal layers, the first is recorded, with their number."""
+    """Return the tree of a model's modules. A run of equal layers is recorded as its first layer and its length."""
     return _module("", model)
 
 

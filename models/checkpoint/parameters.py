@@ -5,7 +5,7 @@ even if several graphs name it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from compiled_engine.passes.framework.parameter import (
 )
 
 GIB = 2**30
+# Returns uninitialised memory on the device, uint8 [n], for a number of bytes n.
+Allocate = Callable[[int], torch.Tensor]
 # Most bytes at a time of tensors that are on the device only as inputs of derived parameters.
 STAGED_BYTES = 2**28
 
@@ -51,7 +53,7 @@ class Weights:
     def filled(self) -> list[torch.Tensor]:
         """Return the tensors that `batches` fills, each once, except buffers. They do not share memory."""
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
-        return [self.tensors[name] for name, part in written.items() if part.role not in (KEPT, BUFFER)]
+        return [self.tensors[name] for name, part in written.items() if _is_filled(part)]
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
         """Yield batches of (parameter, empty tensor). The caller fills the tensors before the next iteration.
@@ -94,12 +96,15 @@ def states_of(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
+def materialize(
+    model: nn.Module, parameters: Iterable[Parameter], device: torch.device, allocate: Allocate | None = None
+) -> Weights:
     """Allocate parameters on the device, and move the model's buffers there.
 
     Parameters of the role KEPT are zeros, all others uninitialised. parameters: those of all graphs, with repetitions.
     A tensor that one graph uses alone and another packs becomes a view of the packed tensor. The tensors replace the
-    model's parameters. Parameters of the model that are not named stay on the meta device.
+    model's parameters. Parameters of the model that are not named stay on the meta device. allocate: provides the
+    memory of the tensors that `Weights.filled` lists; None: PyTorch's allocator does.
 
     Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
     InsufficientMemoryError for a device that is too small.
@@ -118,16 +123,15 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
 
     tensors: dict[str, torch.Tensor] = {name: buffer.to(device) for name, buffer in buffers.items()}
     for parameter in stored:
+        given = allocate if all(map(_is_filled, _written(parameter))) else None
         if parameter.members or (parameter.role in (*QUANTISED, KV_SCALES) and parameter.name not in tensors):
-            tensor = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=device)
+            tensor = _empty(torch.empty(parameter.shape, dtype=parameter.torch_dtype, device="meta"), device, given)
         elif parameter.role == KEPT:
             tensor = torch.zeros(parameter.shape, dtype=parameter.torch_dtype, device=device)
         elif parameter.name in tensors:
             continue
         else:
-            like = model.get_parameter(parameter.name)
-            # empty_like of a tensor without storage imports sympy.
-            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            tensor = _empty(model.get_parameter(parameter.name), device, given)
         _place(parameter, tensor, tensors)
 
     for owner in names.keys() & tensors.keys():
@@ -159,10 +163,30 @@ def _written(parameter: Parameter) -> Iterator[Parameter]:
             yield from _written(member)
 
 
-def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield groups of derived parameters whose inputs take at most STAGED_BYTES, or groups of one parameter.
+def _is_filled(part: Parameter) -> bool:
+    return part.role not in (KEPT, BUFFER)
 
-    Parameters with the same inputs are neighbours.
+
+def _empty(like: torch.Tensor, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
+    """Return an uninitialised tensor on the device, with the shape, strides and dtype of `like`."""
+    shape, strides = like.shape, like.stride()
+    if allocate is None:
+        # empty_like of a tensor without storage imports sympy.
+        return torch.empty_strided(shape, strides, dtype=like.dtype, device=device)
+    return allocate(_extent(shape, strides) * like.itemsize).view(like.dtype).as_strided(shape, strides)
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements between the first and the last one of a tensor, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
+    """Yield the derived parameters in groups whose inputs take at most STAGED_BYTES together.
+
+    A parameter with larger inputs is a group of its own. Parameters with the same inputs are neighbours.
     """
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):

@@ -38,7 +38,7 @@ class Placement:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the source holds the codes of experts in MXFP4, whose scales are in the tensor `beside`."""
+        """Return whether the source holds MXFP4 codes of experts, whose scales are in the tensor `beside`."""
         return self.decode == MXFP4
 
     @property

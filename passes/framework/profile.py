@@ -1,11 +1,13 @@
 """Measured device profiles, shipped as JSON files: the time that passes save, and the fastest tile sizes of kernels.
 
 `compiled-engine tune` writes them. On a device without a profile every applicable pass runs, with default tile sizes.
+The environment variable COMPILED_ENGINE_DEVICE_PROFILES names another folder of profiles than the shipped one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +18,8 @@ import torch
 
 from compiled_engine.passes.framework.graph_pass import CompileRange
 
-PROFILES = Path(__file__).parent / "profiles"
+SHIPPED = Path(__file__).parent / "profiles"
+FOLDER_VARIABLE = "COMPILED_ENGINE_DEVICE_PROFILES"
 
 
 # A linear: largest token count of its bucket, rows and columns of its weight, and whether it ends in silu * up.
@@ -80,9 +83,20 @@ class DeviceProfile:
         )
 
 
+def profiles_folder() -> Path:
+    """Return the folder of the profiles: $COMPILED_ENGINE_DEVICE_PROFILES, or else the one that the package ships.
+
+    A device without a file in that folder has no profile. Raises ValueError if the variable does not name a folder.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named and not Path(named).is_dir():
+        raise ValueError(f"{FOLDER_VARIABLE} is {named!r}; allowed: a folder of device profiles, which may be empty")
+    return Path(named) if named else SHIPPED
+
+
 def profile_path(device_name: str) -> Path:
     """Return the path of a device's profile, such as .../nvidia_h200.json. The file need not exist."""
-    return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
+    return profiles_folder() / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
 
 
 def profile_of(device: torch.device) -> DeviceProfile | None:
@@ -90,10 +104,13 @@ def profile_of(device: torch.device) -> DeviceProfile | None:
     return load_profile(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-@cache
 def load_profile(device_name: str) -> DeviceProfile | None:
-    """Return the profile of a device model, such as "NVIDIA H200"; None if none is shipped."""
-    path = profile_path(device_name)
+    """Return the profile of a device model, such as "NVIDIA H200"; None if `profiles_folder` has none."""
+    return _read(profile_path(device_name))
+
+
+@cache
+def _read(path: Path) -> DeviceProfile | None:
     return parse_profile(path.read_text()) if path.exists() else None
 
 

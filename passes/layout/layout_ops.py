@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.matching import arg, aten, fake_mode_of, is_call
 from compiled_engine.passes.layout.layout_form import Form
 
@@ -54,7 +55,7 @@ class LayoutOps:
         if is_call(node, aten.select.int, aten.unbind.int):
             return self._select(node)
         if is_call(node, aten.clone.default):
-            form = self.ordered(self.form(arg(node, 0)))
+            form = self.form(arg(node, 0))  # in the core's order, so that no stride depends on the number of tokens
             return Form(emit_like(self.graph, node, form.core), form.dims)
         if is_call(node, aten.embedding.default):
             form = self.ordered(self.form(arg(node, 1)))
@@ -125,7 +126,7 @@ class LayoutOps:
         operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)]
         if not operands or any(isinstance(a, list | tuple) for a in node.args):
             return None
-        forms = {operand: self.form(operand) for operand in operands}
+        forms = {operand: self._without_ones(self.form(operand)) for operand in operands}
         rank = max(form.rank for form in forms.values())
         # For each operand: dimension of the result -> dimension of its core.
         places = {
@@ -143,6 +144,17 @@ class LayoutOps:
         core = emit_like(self.graph, node, *args)
         where = {position: i for i, position in enumerate(order)}
         return Form(core, tuple(where.get(position) for position in range(rank)))
+
+    def _without_ones(self, form: Form) -> Form:
+        """Return a parameter's form without leading dimensions of size one, which broadcasting puts in."""
+        if not form.is_core or not is_parameter(form.core):
+            return form
+        sizes = list(form.core.meta["val"].shape)
+        ones = next((i for i, size in enumerate(sizes[:-1]) if size != 1), max(0, len(sizes) - 1))
+        if not ones:
+            return form
+        core = self.view(aten.view.default, form.core, sizes[ones:])
+        return Form(core, (*[None] * ones, *range(len(sizes) - ones)))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
         """Return the core as a view whose dimensions are in the given order.

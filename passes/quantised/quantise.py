@@ -34,7 +34,7 @@ class Quantise(GraphPass):
     required = True  # ignoring a rule makes results wrong
 
     def __init__(self, quantisation: Quantisation, num_ranks: int = 1, before: fx.Graph | None = None):
-        """Make the pass. before: a copy of the graph, needed by `verify` alone."""
+        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads."""
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:

@@ -208,6 +208,7 @@ def test_the_environment_of_another_server_is_honoured_or_named() -> None:
     assert started("model", "--api-key", "own", VLLM_API_KEY="secret")[0].api_key == ("own",)
     both = started("model", COMPILED_ENGINE_API_KEY="own", VLLM_API_KEY="secret")
     assert (both[0].api_key, both[2]) == (("own",), "")
+    assert started("model", VLLM_BATCH_INVARIANT="1")[1] == {"model": "model", "batch_invariant": True}
     said = started("model", VLLM_USE_V1="1", VLLM_LOGGING_LEVEL="DEBUG")[2]
     assert said == "compiled-engine: environment variables without effect: VLLM_LOGGING_LEVEL, VLLM_USE_V1\n"
     for value in ("1", "True"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from small_engines import PROMPTS
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.core import CALLS
-from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
@@ -56,6 +56,30 @@ def engine() -> Iterator[AsyncLLM]:
     asyncio.run(engine.shutdown())
 
 
+def same_logprobs(
+    ours: Sequence[dict[int, Logprob] | None] | None, theirs: Sequence[dict[int, Logprob] | None] | None
+) -> None:
+    """Log-probabilities are compared with a tolerance: requests that join another step are rows of another product,
+    whose sums may end in other bits."""
+    assert (ours is None) == (theirs is None)
+    for row, expected in zip(ours or [], theirs or [], strict=True):
+        assert (row is None) == (expected is None)
+        if row is None or expected is None:
+            continue
+        assert {token: (entry.rank, entry.decoded_token) for token, entry in row.items()} == {
+            token: (entry.rank, entry.decoded_token) for token, entry in expected.items()
+        }
+        assert {token: entry.logprob for token, entry in row.items()} == pytest.approx(
+            {token: entry.logprob for token, entry in expected.items()}, abs=1e-4
+        )
+
+
+def same_but_for_logprobs(ours: CompletionOutput, theirs: CompletionOutput) -> None:
+    none = {"logprobs": None, "cumulative_logprob": None}
+    assert replace(ours, **none) == replace(theirs, **none)
+    assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+
+
 @pytest.mark.parametrize("core", ["in_process", "engine"])
 @pytest.mark.parametrize("kind", ["cumulative", "final"])
 def test_outputs_are_those_of_llm(core: str, kind: Any, llm: LLM, request: pytest.FixtureRequest) -> None:
@@ -67,8 +91,10 @@ def test_outputs_are_those_of_llm(core: str, kind: Any, llm: LLM, request: pytes
 
     expected = llm.generate([prompt for prompt, _ in REQUESTS], PARAMS, use_tqdm=False)
     for outputs, want in zip(run(main()), expected, strict=True):
-        assert outputs[-1].outputs == want.outputs
-        assert outputs[-1].prompt_logprobs == want.prompt_logprobs
+        for completion, whole in zip(outputs[-1].outputs, want.outputs, strict=True):
+            same_but_for_logprobs(completion, whole)
+            same_logprobs(completion.logprobs, whole.logprobs)
+        same_logprobs(outputs[-1].prompt_logprobs, want.prompt_logprobs)
         assert (outputs[-1].prompt, outputs[-1].prompt_token_ids) == (want.prompt, want.prompt_token_ids)
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         assert (len(outputs) == 1) == (kind == "final")
@@ -91,21 +117,21 @@ def test_deltas_join_to_the_outputs_of_llm(engine: AsyncLLM, llm: LLM) -> None:
             assert "".join(part.text for part in parts) == completion.text
             assert [token_id for part in parts for token_id in part.token_ids] == completion.token_ids
             logprobs = [entry for part in parts for entry in part.logprobs or ()]
-            assert logprobs == (completion.logprobs or [])
+            same_logprobs(logprobs, completion.logprobs or [])
             assert parts[-1].finish_reason == completion.finish_reason
         prompt_logprobs = [entry for output in outputs for entry in output.prompt_logprobs or ()]
-        assert prompt_logprobs == (want.prompt_logprobs or [])
+        same_logprobs(prompt_logprobs, want.prompt_logprobs or [])
 
 
 def test_a_template_that_loops_holds_up_no_other_request(in_process: AsyncLLM) -> None:
-    """And loops no more once its caller has gone."""
+    """And loops no more once its caller has gone. Few tokens, since the loop takes most of the time of each step."""
     looping = "{% for a in range(99999) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
 
     async def main() -> None:
         conversation = [{"role": "user", "content": "x"}]
         for _ in range(3):  # more than there are threads
             loop = asyncio.ensure_future(collect(in_process.chat(conversation, LONG, chat_template=looping)))
-            outputs = await collect(in_process.generate(PROMPTS[0], LONG))
+            outputs = await collect(in_process.generate(PROMPTS[0], SamplingParams(max_tokens=2)))
             assert (outputs[-1].finished, loop.done()) == (True, False)
             loop.cancel()
             await asyncio.wait([loop])

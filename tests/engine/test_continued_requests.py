@@ -54,13 +54,13 @@ def logprobs(outputs: list[EngineOutput]) -> list[float]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_ends_as_it_would_have(name: str, llm: LLM) -> None:
-    params = SamplingParams(max_tokens=20, **KINDS[name])
+    params = SamplingParams(max_tokens=12, **KINDS[name])
     (prepared,) = llm._prepare(parse_prompts(PROMPTS[1]), params)
     (request,) = prepared.engine_requests
     whole = run(llm, request)
-    said, per_token = tokens(whole), len(logprobs(whole)) // 20
+    said, per_token = tokens(whole), len(logprobs(whole)) // 12
     num_prompt = len(request.prompt_token_ids)
-    for known in (1, 2, 9, len(said) - 1):
+    for known in (1, 9, len(said) - 1):
         llm.reset_prefix_cache()
         begun = structs.replace(
             request,

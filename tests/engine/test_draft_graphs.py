@@ -17,6 +17,10 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SHOWN = pytest.mark.shown_by(
+    "engine/test_draft_graphs.py::test_a_model_that_drafts_for_itself_is_always_right",
+    "engine/test_eagle_graphs.py::test_the_tokens_are_those_without_drafts",
+)
 
 
 def of_model(draft: Path, num_drafts: int) -> dict[str, Any]:
@@ -47,10 +51,10 @@ def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("mode", "num_drafts", "options"),
     [
-        (GraphMode.FULL, 3, {"async_scheduling": True}),
+        pytest.param(GraphMode.FULL, 3, {"async_scheduling": True}, marks=SHOWN),
         (GraphMode.FULL_DECODE_ONLY, 1, {"async_scheduling": True, "num_blocks": 40}),
         (GraphMode.FULL_AND_PIECEWISE, 5, {}),
-        (GraphMode.BREAKABLE, 2, {"enable_prefix_caching": False}),
+        pytest.param(GraphMode.BREAKABLE, 2, {"enable_prefix_caching": False}, marks=SHOWN),
     ],
 )
 def test_the_tokens_are_those_without_drafts(

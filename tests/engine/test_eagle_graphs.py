@@ -34,6 +34,10 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 
 VOCAB = 131
+SHOWN = pytest.mark.shown_by(
+    "engine/test_draft_graphs.py::test_the_tokens_are_those_without_drafts",
+    "engine/test_eagle_graphs.py::test_a_lagging_device_drafts_for_what_is_there_then",
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -69,8 +73,8 @@ def fitted(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("mode", "num_drafts", "adapts", "options"),
     [
-        (GraphMode.FULL, 3, False, {"async_scheduling": True}),
-        (GraphMode.FULL_DECODE_ONLY, 1, False, {"async_scheduling": True, "num_blocks": 40}),
+        pytest.param(GraphMode.FULL, 3, False, {"async_scheduling": True}, marks=SHOWN),
+        pytest.param(GraphMode.FULL_DECODE_ONLY, 1, False, {"async_scheduling": True, "num_blocks": 40}, marks=SHOWN),
         (GraphMode.FULL_AND_PIECEWISE, 5, True, {}),
         (GraphMode.FULL, 3, True, {"async_scheduling": True, "num_blocks": 26}),
         (GraphMode.BREAKABLE, 2, False, {"enable_prefix_caching": False}),

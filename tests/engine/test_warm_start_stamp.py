@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine import warm_up as warm_start_stamp
 from compiled_engine.engine.warm_up import stamp_of_start, write_stamp
 from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder
 from compiled_engine.options import EngineOptions
@@ -69,7 +68,7 @@ def test_other_options_are_another_start(options: dict[str, Any], kernels: Path)
 
 def test_tuned_tiles_are_another_start(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stamp(stamp_of_start(kernels, "entry", config_of()))
-    monkeypatch.setattr(warm_start_stamp, "PROFILES", tmp_path)
+    monkeypatch.setenv("COMPILED_ENGINE_DEVICE_PROFILES", str(tmp_path))
     (tmp_path / "a_device.json").write_text("{}")
     assert not stamp_of_start(kernels, "entry", config_of()).exists()
 

@@ -50,6 +50,11 @@ def test_values_that_are_repeated(function: Callable[[torch.Tensor], torch.Tenso
     torch.testing.assert_close(run(module, inputs)[0], function(inputs["x"]), rtol=0, atol=0)
 
 
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """Return a value that is stored in the order of its dimensions."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
 def ends(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] - 2 * parts[-1]
 
@@ -80,13 +85,13 @@ KNOWN: dict[str, Op] = {
     "all of the last": lambda v: ends(v.unbind(-1))[0],
     "joined in the last dimension": lambda v: torch.cat((v, v * 2), -1)[0],
     "joined in another": lambda v: torch.cat((v, v * 2), 1)[0],
-    "joined with what was turned": lambda v: torch.cat((v, v.transpose(1, 2).clone().transpose(1, 2)), 2)[0],
+    "joined with what was turned": lambda v: torch.cat((v, stored(v.transpose(1, 2)).transpose(1, 2)), 2)[0],
     "joined with what was computed turned": lambda v: torch.cat((v, v.transpose(1, 2).cumsum(1).transpose(1, 2)), 1)[0],
     "stacked behind": lambda v: torch.stack((v, v * 2), -1)[0],
     "stacked in front": lambda v: torch.stack((v, v * 2), 1)[0],
     "stacked in the middle": lambda v: torch.stack((v, v * 2), 3)[0],
     "stacked and flat": lambda v: torch.stack((-v[..., 1::2], v[..., ::2]), -1).flatten(-2)[0],
-    "stacked with what was turned": lambda v: torch.stack((v, v.transpose(1, 2).clone().transpose(1, 2)), 2)[0],
+    "stacked with what was turned": lambda v: torch.stack((v, stored(v.transpose(1, 2)).transpose(1, 2)), 2)[0],
     "copied": lambda v: (v.clone() + 1)[0],
     "turned, copied and flat": lambda v: v.transpose(1, 2).contiguous().reshape(1, v.shape[2], -1)[0],
     "in another dtype": lambda v: v.double()[0],
@@ -97,8 +102,8 @@ KNOWN: dict[str, Op] = {
     "times one for each token": lambda v: (v * v[..., :1, :1])[0],
     "times one for each head": lambda v: (v * v[:, :1, :, :1])[0],
     "plus what was turned": lambda v: (v + v.transpose(1, 2).exp().transpose(1, 2))[0],
-    "plus what is stored turned": lambda v: (v - v.transpose(1, 2).clone().transpose(1, 2) * 2)[0],
-    "what is stored turned, plus it": lambda v: (v.transpose(1, 3).clone().transpose(1, 3) - v * 2)[0],
+    "plus what is stored turned": lambda v: (v - stored(v.transpose(1, 2)).transpose(1, 2) * 2)[0],
+    "what is stored turned, plus it": lambda v: (stored(v.transpose(1, 3)).transpose(1, 3) - v * 2)[0],
     "plus what is computed turned": lambda v: (v.transpose(1, 2).softmax(1) + v.transpose(1, 2))[0],
     "an outer product": lambda v: (v[:, :, 0, 0][:, :, None] * v[:, 0, 0][:, None])[0],
     "an outer product the other way round": lambda v: (v[:, 0, 0][:, None] * v[:, :, 0, 0][:, :, None])[0],
@@ -133,6 +138,31 @@ def test_a_batch_of_one_is_gone(name: str, turned: bool) -> None:
     assert ones or NormaliseLayout().contract(module.graph, CompileRange(1, 8)) == 0
     (got,) = Shapes(module).run(inputs["x"])
     torch.testing.assert_close(got, function(inputs["x"]), rtol=1e-6, atol=1e-6)
+
+
+def test_copies_of_turned_heads_have_tokens_first() -> None:
+    """Otherwise the distance of heads would be the number of tokens, for each of which kernels are compiled anew."""
+    inputs = random_tensors(x=(T, H, D))
+    module = graph_of(lambda x: (x[None].transpose(1, 2).contiguous().transpose(1, 2)[0] + 1,), inputs, {})
+    rewrite(NormaliseLayout(), module)
+    (clone,) = module.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert clone.meta["val"].shape == (T, H, D)
+
+
+def test_parameters_with_leading_dimensions_of_one_bring_no_batch() -> None:
+    """As the factors of Falcon-H1's projection, [1, 1, D]."""
+    inputs, table = random_tensors(x=(T, D)), random_tensors(factors=(1, 1, D))
+
+    def function(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return (x[None] * factors).transpose(1, 2).squeeze(0).transpose(0, 1).exp()
+
+    module = graph_of(lambda x, factors: (function(x, factors),), inputs, table)
+    assert rewrite(NormaliseLayout(), module).near_misses == ()
+    shapes = {node.target: node.meta["val"].shape for node in module.graph.nodes if node.op == "call_function"}
+    assert tuple(shapes[aten.mul.Tensor]) == (T, D)
+    assert aten.permute.default not in shapes
+    (got,) = Shapes(module).run(*inputs.values(), *table.values())
+    torch.testing.assert_close(got, function(**inputs, **table))
 
 
 UNKNOWN: dict[str, tuple[Op, str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.profile import (
-    PROFILES,
+    FOLDER_VARIABLE,
+    SHIPPED,
     DeviceProfile,
     MeasuredProduct,
     load_profile,
@@ -93,7 +95,7 @@ def test_a_product_is_that_of_its_tokens_and_shape(
 
 
 def test_the_file_of_a_device_is_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile_path("NVIDIA H200") == PROFILES / "nvidia_h200.json"
+    assert profile_path("NVIDIA H200") == SHIPPED / "nvidia_h200.json"
     assert profile_path("NVIDIA H100 80GB HBM3 (PCIe)").name == "nvidia_h100_80gb_hbm3_pcie.json"
     assert load_profile("a GPU that nobody has measured") is None
     of_h200 = load_profile("NVIDIA H200")
@@ -104,3 +106,23 @@ def test_the_file_of_a_device_is_named_after_it(monkeypatch: pytest.MonkeyPatch)
     assert profile_of(torch.device("cpu")) is None
     assert profile_of(torch.device("cuda", 3)) is of_h200
     assert asked == [torch.device("cuda", 3)]
+
+
+def test_another_folder_hides_the_profiles_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    shipped = profile_of(torch.device("cuda", 0))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert shipped is not None
+    assert profile_of(torch.device("cuda", 0)) is None
+    assert load_profile("a GPU") is None
+    profile_path("another GPU").write_text(json.dumps(TEXT))
+    assert load_profile("another GPU") == parse_profile(json.dumps(TEXT))
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    assert profile_of(torch.device("cuda", 0)) == shipped
+
+
+def test_a_folder_of_profiles_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt folder would hide all profiles."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "prfiles"))
+    with pytest.raises(ValueError, match=r"COMPILED_ENGINE_DEVICE_PROFILES is .*prfiles'; allowed: a folder"):
+        load_profile("a GPU")

@@ -34,6 +34,7 @@ ENGINE: dict[str, Any] = {
     "num_blocks": 64,
 }
 PROMPT = [*range(3, 40)]
+SHARED = {"names": [], "tensors": [], "storages": []}
 KEY = {"authorization": "Bearer trainer"}
 Tensors = Mapping[str, torch.Tensor]
 
@@ -208,6 +209,9 @@ def test_what_does_not_fit_is_refused_by_name(
         ("/update_weights", {"update_info": {"path": str(tmp_path)}}, "path must be a folder within"),
         ("/update_weights", {"update_info": {"path": f"{bad}/../../x"}}, "path must be a folder within"),
         ("/update_weights", {"update_info": {"names": ["a"]}}, "update_info must have names, dtype_names and shapes"),
+        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, "pickles are not read: see shared"),
+        ("/update_weights", {"update_info": {"shared": SHARED}}, "shared must be given with --weight-transfer-config"),
+        ("/update_weights", {"update_info": {"shared": SHARED | {"x": 1}}}, "x"),
         ("/update_weights", {}, "update_info must be given"),
         ("/finish_weight_update", {}, "no weight update is under way"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format must be true"),
@@ -250,8 +254,8 @@ def test_the_routes_need_the_option_and_the_key(trainer: Trainer, folders: tuple
 def test_options_without_rollouts_and_other_backends_are_refused() -> None:
     with pytest.raises(ValueError, match=r"allowed_weights_folder is .*, but rollouts is False"):
         ServerOptions(allowed_weights_folder=("/x",))
-    with pytest.raises(ValueError, match=r"weight_transfer_config is {'backend': 'nccl'}; allowed: {\"backend\": \"gl"):
-        ServerOptions(rollouts=True, weight_transfer_config='{"backend": "nccl"}')
+    with pytest.raises(ValueError, match=r"weight_transfer_config is {'backend': 'mpi'}; allowed: .* gloo, nccl, ipc"):
+        ServerOptions(rollouts=True, weight_transfer_config='{"backend": "mpi"}')
 
 
 def test_a_message_ends_with_the_tensor_that_exceeds_its_size() -> None:

@@ -53,6 +53,11 @@ TOLERANCE = 3e-4  # of log-probabilities
 Outputs = dict[str, tuple[list[int], list[float]]]
 
 
+def key_of(image: Image) -> str:
+    """Return what tells an image from others."""
+    return str(hash(image["pixel_values"].numpy().tobytes()))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids with an image at each None, and the images."""
@@ -74,12 +79,13 @@ class Oracle:
 
     def __init__(self, folder: Path, architecture: str, config_json: str | None = None) -> None:
         """config_json: by default that of vision_config."""
-        self.folder = folder
+        self.folder, self.architecture = folder, architecture
         self.model = save_vision_folder(folder, architecture, config_json=config_json)
         (folder / "preprocessor_config.json").write_text("{}")  # images are given as the processor prepares them
         found = describe_vision((folder / "config.json").read_text())
         assert found is not None
         self.vision = found
+        self._greedy: dict[tuple[Any, ...], tuple[list[int], list[float]]] = {}
 
     def image(self, height: int, width: int, seed: int = 0) -> Image:
         return random_image(self.vision, height, width, seed)
@@ -98,13 +104,20 @@ class Oracle:
             return self.model(**given, use_cache=False).logits[0].log_softmax(-1)
 
     def greedy(self, prompt: Prompt, count: int) -> tuple[list[int], list[float]]:
-        """The most probable continuation, and its log-probabilities."""
-        ids, found = list(prompt.expanded(self.vision)), []
-        for _ in range(count):
+        """The most probable continuation, and its log-probabilities, which are kept; see `forget`."""
+        key = prompt.ids, tuple(key_of(image) for image in prompt.images)
+        tokens, logprobs = self._greedy.setdefault(key, ([], []))
+        ids = [*prompt.expanded(self.vision), *tokens]
+        for _ in range(count - len(tokens)):
             last = self.logprobs(ids, prompt.images)[-1]
             ids.append(int(last.argmax()))
-            found.append(float(last.max()))
-        return ids[-count:], found
+            tokens.append(ids[-1])
+            logprobs.append(float(last.max()))
+        return tokens[:count], logprobs[:count]
+
+    def forget(self) -> None:
+        """Forget continuations: the model is another one now."""
+        self._greedy.clear()
 
     def request(self, name: str, prompt: Prompt, keys: Sequence[str] = (), **params: Any) -> EngineRequest:
         """A greedy request. keys: of the images, by default made of their pixels."""
@@ -113,7 +126,7 @@ class Oracle:
         for number, image in enumerate(prompt.images):
             start = ids.index(PLACEHOLDER, start)
             count = num_embeddings(self.vision, image)
-            key = keys[number] if keys else str(hash(image["pixel_values"].numpy().tobytes()))
+            key = keys[number] if keys else key_of(image)
             images.append(
                 PromptImage(key, ((start, count),), {name: PlainTensor.of(each) for name, each in image.items()})
             )

@@ -1,4 +1,4 @@
-"""Merges the embeddings of images into an eager model, by module hooks that do what the passes of passes/images do."""
+"""Merges the embeddings of images into an eager model, by module hooks in place of the passes of passes/images."""
 
 from __future__ import annotations
 

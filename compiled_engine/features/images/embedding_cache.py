@@ -2,8 +2,9 @@
 
 An image's embeddings are found again by its key, so a repeated image runs no vision tower: in another request, in a
 preempted request that returns, or in several completions of one prompt. A request holds an image from the step that
-computes its first position to the one that computes its last. Images that nobody holds are evicted, the least recently
-used one first. Steps run in the order of scheduling, so the rows of an evicted image can be written in the next step.
+computes its first position to the one that computes its last. Images that no request holds are evicted, the least
+recently used one first. Steps run in the order of scheduling, so the rows of an evicted image can be written in the
+next step.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class CachedImage:
 
     @property
     def is_there(self) -> bool:
-        """Whether its rows are its own."""
+        """Whether the image still owns its rows: it can be found by its key, or requests hold it."""
         return self.found or self.num_holds > 0
 
 
@@ -179,7 +180,7 @@ class EmbeddingCache:
         return [image for image in self._by_key.values() if not image.num_holds]
 
     def _drop(self, image: CachedImage) -> None:
-        """Let an image be found no longer; its rows are free once nobody holds it."""
+        """Remove an image from those that can be found; its rows become free once no request holds it."""
         del self._by_key[image.key]
         image.found = False
         if not image.num_holds:

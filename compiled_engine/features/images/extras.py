@@ -87,7 +87,7 @@ class TowerImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepImages(msgspec.Struct, frozen=True, array_like=True):
-    """Plan to device, in a SchedulerOutput: what a step needs that computes positions of images."""
+    """The images whose positions a step computes. The plan sends them to the device in a SchedulerOutput."""
 
     computed: Sequence[TowerImage]
     placed: Mapping[str, Sequence[tuple[int, Runs]]]  # request -> (number of the image, rows of its embeddings)

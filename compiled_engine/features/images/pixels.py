@@ -80,7 +80,7 @@ class PixelStore:
         return True
 
     def take_asks(self) -> list[EngineOutput]:
-        """Return outputs with what was asked for since the last call."""
+        """Return outputs that ask clients for the images noted since the last call."""
         if not self._new:
             return []
         new, self._new = self._new, {}
@@ -119,7 +119,7 @@ class PixelStore:
             self._ahead -= image.num_embeddings
 
     def forget(self, request_id: str) -> bool:
-        """Drop what was asked for on behalf of a request that has ended; returns whether there was any."""
+        """Drop the pixels asked for on behalf of a request that has ended; return whether there were any."""
         self._new.pop(request_id, None)
         asked = [key for key, image in self._images.items() if image.request_id == request_id]
         for key in asked:

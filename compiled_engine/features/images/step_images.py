@@ -104,7 +104,7 @@ class StepImagesOnDevice(StepFeature):
     def of(cls, parts: RunnerParts, images: ImagesConfig) -> StepImagesOnDevice:
         """Make the feature of a runner, with its tower."""
         most = max(images.step_size, images.most_embeddings)
-        tower = Tower(parts.config, images.config, most, parts.group, parts.progress)
+        tower = Tower(parts.config, images.config, most, parts.group, parts.progress, parts.memory.weights)
         return cls(images, tower, parts.tensors[EMBEDDINGS], parts.states, parts.buffers)
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.load_model import compile_in_turn, load_model
+from compiled_engine.engine.rank_memory import Memory
 from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel
 from compiled_engine.graphs.compiler.signature import FORWARD, callables_of
 from compiled_engine.models.checkpoint.build_model import build_model
@@ -32,13 +33,19 @@ class Tower:
     """
 
     def __init__(
-        self, engine: EngineConfig, config_json: str, most_embeddings: int, group: Group, progress: Progress
+        self,
+        engine: EngineConfig,
+        config_json: str,
+        most_embeddings: int,
+        group: Group,
+        progress: Progress,
+        memory: Memory | None = None,
     ) -> None:
         """Compile and load the tower. engine: the engine's configuration, with the text model.
 
         config_json: text of the checkpoint's config.json. most_embeddings: of all images in a call; a call always takes
-        one tile. Raises ValueError for a checkpoint without a supported tower, and what the compiler and the loader
-        raise.
+        one tile. memory: see RankMemory.weights. Raises ValueError for a checkpoint without a supported tower, and what
+        the compiler and the loader raise.
         """
         description = describe_vision(config_json)
         if description is None:
@@ -48,7 +55,7 @@ class Tower:
         self.timeline = Timeline()
         self.compiled: CompiledModel | None = compile_in_turn(self.config, group, build_model, progress, self.timeline)
         with self.timeline.span("load weights"):
-            loaded = load_model(self.config, self.compiled, group, progress)
+            loaded = load_model(self.config, self.compiled, group, progress, memory=memory)
         self._weights, self._lost = loaded.weights, False
         self.num_parameters = loaded.num_parameters
         self._signature = callables_of(self.config)[FORWARD]
@@ -92,7 +99,7 @@ class Tower:
         return list(self._weights.stored.filled())
 
     def largest(self) -> list[Image]:
-        """Return images as large as those of a call may be."""
+        """Return the largest images that a call may have."""
         return list(largest_images(self.description, self.most_embeddings))
 
     def num_embeddings(self, image: Image) -> int:

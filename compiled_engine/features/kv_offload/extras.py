@@ -22,7 +22,7 @@ class Copies(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What has ended on a rank since it was asked last."""
+    """The loads and the writes of files that a rank has finished since the last call of `arrived`."""
 
     loads: list[tuple[int, list[str]]]  # number of a load, and names of files that could not be read
     written: list[tuple[str, bool]]  # name of a file, and whether it is there

@@ -113,7 +113,7 @@ class HostBlocks(PlanFeature):
             self._tell(OPEN_FILES, folder=str(files.folder))
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Watch the group: there is one at most. Requests hold no slots."""
+        """Watch the group of blocks, of which there is at most one. Requests hold no slots: return no resource."""
         for group in groups:
             self._group = group
             group.watch(self)
@@ -298,7 +298,7 @@ class HostBlocks(PlanFeature):
         return any_arrived
 
     def _look(self) -> None:
-        """Ask the ranks what has ended."""
+        """Process the loads and writes that the ranks have finished."""
         for arrived in (ranks := self._tell(ARRIVED)):
             loads, written = arrived
             for number, failed in loads:

@@ -150,7 +150,7 @@ class StepHostBlocks(StepFeature):
                 load.launched = self._launch(partial(self._copy_in, _without_failed(load)))
 
     def arrived(self) -> Arrived:
-        """Return what has ended since the last call."""
+        """Return the loads and the writes of files that have finished since the last call."""
         self._launch_loads()
         ended = [load for load in self._loads if load.launched is not None and _has_ended(load.launched)]
         self._loads = [load for load in self._loads if load not in ended]

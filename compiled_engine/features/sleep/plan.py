@@ -12,8 +12,8 @@ from compiled_engine.features.weight_updates.plan import WeightUpdates
 
 NAME = "sleep"
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
-# What each level gives back. On a CPU the weights of level 1 stay where they are: in host memory.
-LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: (KV_CACHE,), 2: TAGS}
+# What each level gives back. Weights of level 1 are kept in host memory.
+LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 
 
 class Sleep(PlanFeature):
@@ -32,27 +32,41 @@ class Sleep(PlanFeature):
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; no step runs meanwhile. Requests wait, and are then computed again.
 
-        level: 1 for the KV cache; 2 also for the weights, after which a whole update must follow. 0 gives nothing back,
-        so requests are not computed again. Raises ControlError for another level.
+        level: 1 keeps the weights in host memory; 2 drops them, after which a whole update must follow. 0 gives nothing
+        back, so requests are not computed again. Raises ControlError for another level, or if a rank cannot give its
+        memory back; then all parts are awake.
         """
         if level not in LEVELS:
             raise ControlError(f"level is {level!r}; allowed: 0, 1, 2")
         self._asleep = set(TAGS)
         if given_back := LEVELS[level]:
-            self._call_ranks(ControlCall(f"{NAME}.give_back", {"tags": given_back}))
             self._stale = "lost"
-        if WEIGHTS in given_back:
-            self._updates.lose_weights("sleep(level=2) has dropped the weights; a whole update brings new ones")
+            self._updates.hold("the weights sleep; wake them first, with tags=['weights']")
+            if level == 2:
+                self._updates.lose_weights("sleep(level=2) has dropped the weights; a whole update brings new ones")
+            try:
+                self._call("give_back", tags=given_back, keeps_weights=level == 1)
+            except ControlError:
+                self.wake_up()
+                raise
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake the parts `tags`, None for all; return whether all are awake. Memory is allocated when it is next used.
+        """Wake the parts `tags`, None for all; return whether all are awake.
 
-        Raises ControlError for an unknown tag.
+        Raises ControlError for an unknown tag, or if a rank lacks memory; then these parts sleep on.
         """
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ControlError(f"tags has {unknown[0]!r}; allowed: {', '.join(TAGS)}")
-        self._asleep -= set(TAGS if tags is None else tags)
+        woken = [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]
+        if woken:
+            self._call("take_again", tags=woken)
+        self._asleep -= set(woken)
+        if WEIGHTS in woken:
+            self._updates.hold("")
         return not self._asleep
+
+    def _call(self, method: str, **arguments: Any) -> None:
+        self._call_ranks(ControlCall(f"{NAME}.{method}", arguments))
 
     def is_sleeping(self) -> bool:
         """Return whether any part sleeps."""

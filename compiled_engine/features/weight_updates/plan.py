@@ -28,6 +28,7 @@ class WeightUpdates(PlanFeature):
         "receive_weights",
         "connect_weight_sender",
         "receive_weight_broadcast",
+        "receive_shared_weights",
         "finish_weight_update",
         "cancel_weight_update",
         "weight_update_state",
@@ -41,6 +42,7 @@ class WeightUpdates(PlanFeature):
         self._torn = ""  # why some weights are new and others old; "" if they belong together
         self._stale: Stale = ""
         self._lost = ""  # why there are no weights; "" if there are
+        self._held = ""  # why no update may be put into place; "" if it may
 
     def start_weight_update(self) -> None:
         """Begin an update. An unfinished earlier one is dropped, since its sender must have gone."""
@@ -57,7 +59,7 @@ class WeightUpdates(PlanFeature):
         return self._num_received
 
     def connect_weight_sender(self, **arguments: Any) -> None:
-        """Have all ranks join a trainer's process group. arguments, errors: see StepWeightUpdates.connect."""
+        """Have all ranks join a trainer's group. arguments, errors: see StepWeightUpdates.connect."""
         self._call(NAME, "connect", **arguments)
 
     def receive_weight_broadcast(self, **arguments: Any) -> int:
@@ -69,6 +71,15 @@ class WeightUpdates(PlanFeature):
         self._num_received = self._call(NAME, "take_broadcast", **arguments)[0]
         return self._num_received
 
+    def receive_shared_weights(self, **arguments: Any) -> int:
+        """Add tensors in memory that the trainer shares to the update; return how many it has.
+
+        arguments, errors: see StepWeightUpdates.take_shared. Raises ControlError if no update is under way.
+        """
+        self._require_started()
+        self._num_received = self._call(NAME, "take_shared", **arguments)[0]
+        return self._num_received
+
     def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:
         """Check the update, put it into place and return its version.
 
@@ -76,10 +87,13 @@ class WeightUpdates(PlanFeature):
         tokens, with the new weights; otherwise they keep the keys and values of the old weights. Either way the prefix
         cache is emptied.
 
-        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised if
-        putting it into place fails; then no step runs until another update is finished.
+        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised while
+        the update is held back (`hold`), and if putting it into place fails; then no step runs until another update is
+        finished.
         """
         self._require_started()
+        if self._held:
+            raise ControlError(self._held)
         try:
             self._call(NAME, "check")
         except ControlError:
@@ -119,6 +133,10 @@ class WeightUpdates(PlanFeature):
     def lose_weights(self, why: str) -> None:
         """Hold all steps until an update is finished, for the reason `why`."""
         self._lost = why
+
+    def hold(self, why: str) -> None:
+        """Let no update be put into place, for the reason `why`; "" lifts this."""
+        self._held = why
 
     def holds_steps(self) -> str:
         return self._torn or self._lost

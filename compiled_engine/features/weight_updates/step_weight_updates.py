@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.load_model import RankWeights
 from compiled_engine.engine.step_hooks import StepFeature
-from compiled_engine.features.weight_updates.broadcast import Broadcasts
+from compiled_engine.features.weight_updates.broadcast import (
+    BACKENDS,
+    NCCL,
+    Broadcasts,
+    kept_copy,
+    over_gloo,
+    over_nccl,
+)
 from compiled_engine.features.weight_updates.extras import NAME
+from compiled_engine.features.weight_updates.shared_memory import OpenStorage, gpu_uuid, open_on, opened
 from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors
@@ -29,14 +38,24 @@ class StepWeightUpdates(StepFeature):
     """
 
     name = NAME
-    calls = ("take", "connect", "take_broadcast", "check", "apply", "drop")
+    calls = ("take", "connect", "take_broadcast", "take_shared", "check", "apply", "drop")
 
-    def __init__(self, weights: RankWeights, rank: int, num_ranks: int, others: Sequence[CheckTensors] = ()) -> None:
+    def __init__(
+        self,
+        weights: RankWeights,
+        device: torch.device,
+        rank: int,
+        num_ranks: int,
+        others: Sequence[CheckTensors] = (),
+        open_storage: OpenStorage | None = None,
+    ) -> None:
         """Make the feature of a rank. rank, num_ranks: among the ranks of all stages.
 
-        others: checks of further models, such as a vision tower, whose tensors an update may lack.
+        others: checks of further models, such as a vision tower, whose tensors an update may lack. open_storage: opens
+        memory that a trainer shares; None: by CUDA IPC.
         """
-        self.weights = weights
+        self.weights, self._device = weights, device
+        self._open_storage = open_storage or open_on(device)
         self._others = tuple(others)
         self._rank, self._num_ranks = rank, num_ranks
         self._broadcasts: Broadcasts | None = None
@@ -58,22 +77,32 @@ class StepWeightUpdates(StepFeature):
         self._source = SEVERAL if path is None or temporary or self._tensors else Path(path)
         return self._keep(found)
 
-    def connect(self, address: str, port: int, rank_offset: int, world_size: int, packed: bool = False) -> None:
-        """Join the process group of a trainer, see Broadcasts, and leave an earlier group.
+    def connect(
+        self, address: str, port: int, rank_offset: int, world_size: int, packed: bool = False, backend: str = "gloo"
+    ) -> None:
+        """Join the group of a trainer, see Broadcasts, and leave an earlier one.
 
-        rank_offset: the first rank of the engine in the group. Raises ControlError if the group has another size than
-        trainer and engine together, or if the trainer does not answer.
+        rank_offset: the first rank of the engine in the group. backend: gloo or nccl. Raises ControlError for another
+        backend, if the group has another size than trainer and engine together, or if the trainer does not answer.
         """
+        if backend not in BACKENDS:
+            raise ControlError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
         if world_size != rank_offset + self._num_ranks:
             raise ControlError(f"world_size must be rank_offset + {self._num_ranks}, got {world_size}")
         self._broadcasts = None
         try:
-            self._broadcasts = Broadcasts(address, port, rank_offset + self._rank, world_size, packed=packed)
-        except RuntimeError as error:
+            group = address, port, rank_offset + self._rank, world_size
+            receive = over_nccl(*group, self._device) if backend == NCCL else over_gloo(*group)
+            self._broadcasts = Broadcasts(receive, packed=packed)
+        except ControlError:
+            raise
+        except (RuntimeError, ValueError) as error:
             raise ControlError(f"no trainer at {address}, port {port}: {error}") from error
 
-    def take_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> int:
-        """Store tensors that the trainer broadcasts; return the number stored so far.
+    def take_broadcast(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], packed: bool | None = None
+    ) -> int:
+        """Store tensors that the trainer broadcasts; return the number stored so far. packed: see Broadcasts.receive.
 
         Raises ControlError, and stores none of them, if there is no group, a dtype is not allowed, the trainer ends
         meanwhile, or a name comes twice.
@@ -85,12 +114,26 @@ class StepWeightUpdates(StepFeature):
             raise ControlError(f"dtype is {wrong[0]!r}; allowed: {', '.join(allowed)}")
         announced = [(name, allowed[dtype], shape) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)]
         try:
-            received = [*self._broadcasts.receive(announced)]
+            received = [*self._broadcasts.receive(announced, packed)]
         except RuntimeError as error:
             self._broadcasts = None
             raise ControlError(f"the trainer has ended in the middle of a transfer: {error}") from error
         self._source = SEVERAL
         return self._keep(received)
+
+    def take_shared(self, shared: dict[str, Any]) -> int:
+        """Store tensors in memory that the trainer shares by CUDA IPC; return the number stored so far.
+
+        shared: SharedTensors as plain data. They are stored by reference, or copied if it says so. Raises ControlError,
+        and stores none of them, if the description is invalid, its memory cannot be opened, or a name comes twice.
+        """
+        found = opened(shared, gpu_uuid(self._device), self._open_storage)
+        if not shared.get("copy"):
+            return self._keep(found)
+        copies = [(name, kept_copy(tensor)) for name, tensor in found]
+        torch.cuda.synchronize(self._device)
+        self._source = SEVERAL
+        return self._keep(copies)
 
     def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         found: dict[str, torch.Tensor] = {}
@@ -120,6 +163,8 @@ class StepWeightUpdates(StepFeature):
         self.drop()
         for each in checked:
             each.copy(SilentProgress())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the sender may change shared tensors now
 
     def drop(self) -> None:
         """Forget the tensors of an update."""
@@ -128,7 +173,7 @@ class StepWeightUpdates(StepFeature):
     def close(self) -> None:
         self._broadcasts = None
         self.drop()
-        del self.weights, self._others
+        del self.weights, self._others, self._open_storage
 
 
 def _mapped(path: str) -> dict[str, torch.Tensor]:

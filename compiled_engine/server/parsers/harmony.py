@@ -120,7 +120,7 @@ class HarmonyParser:
             self._header, self._marked = self._header + marker, True
 
     def _function(self, header: str) -> str | None:
-        """Return the name of the function that a message calls, or None."""
+        """Return the name of the function that a message with this header calls; None if it calls none."""
         recipient = header.partition("to=")[2]
         if self._names is None or _author(header) != AUTHOR:
             return None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from image_engines import Oracle, Prompt, check, outputs_of, running
+from image_engines import Oracle, Prompt, check, config_of, outputs_of, running
 
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiler.build import apply_passes
+from compiled_engine.graphs.compiler.signature import callables_of, compile_ranges
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.models.checkpoint.build_model import build_model
+
+QWEN = "Qwen3VLForConditionalGeneration"
 ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
+    QWEN,
     "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
@@ -19,11 +28,6 @@ ARCHITECTURES = (
     "SmolVLMForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
 )
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda name: name.removesuffix("ForConditionalGeneration"))
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def prompts_of(oracle: Oracle) -> dict[str, Prompt]:
@@ -37,29 +41,58 @@ def prompts_of(oracle: Oracle) -> dict[str, Prompt]:
     }
 
 
-# Compiled towers: models/vision/test_tower.py. Graphs of text that take embeddings: passes/test_image_passes.py.
+OF_MODE: dict[str, dict[str, Any]] = {
+    "eager": {"mode": "eager"},
+    "compiled": {"mode": "compiled", "compile_ranges": ()},
+}
+SHOWN = pytest.mark.shown_by(
+    "models/vision/test_tower.py::test_one_compiled_graph_serves_all_sizes",
+    "passes/test_image_passes.py::test_values_are_those_of_hooks",
+)
+
+
+# The compiled engine is that of test_tower_updates.py, which finds it in the cache.
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.product(one_in=1000))])
-def test_tokens_are_those_of_the_whole_model(oracle: Oracle, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        *((architecture, "eager") for architecture in ARCHITECTURES),
+        (QWEN, "compiled"),
+        *(
+            pytest.param(architecture, "compiled", marks=SHOWN)
+            for architecture in ARCHITECTURES
+            if architecture != QWEN
+        ),
+    ],
+)
+def test_tokens_are_those_of_the_whole_model(architecture: str, mode: str, tmp_path: Path) -> None:
     """Together, with long prompts cut into chunks within an image."""
+    oracle = Oracle(tmp_path, architecture)
     prompts = prompts_of(oracle)
-    with running(oracle, mode=mode) as core:
+    with running(oracle, **OF_MODE[mode]) as core:
         found = outputs_of(core, [oracle.request(name, each) for name, each in prompts.items()])
         check(oracle, prompts, found)
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_steps_of_text_run_the_code_of_the_text_model(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.shown_by("passes/test_image_passes.py::test_the_usual_forward_is_that_of_the_text_model")
+def test_steps_of_text_run_the_code_of_the_text_model(tmp_path: Path) -> None:
     """The plans of an engine that reads no images, and their pieces, are those of one that does, to the byte."""
-    oracle = Oracle(tmp_path_factory.mktemp("text"), "Qwen3VLForConditionalGeneration")
-    plans, pieces = [], []
-    for text_only in (True, False):
-        with running(oracle, mode="compiled", cache_dir=tmp_path, language_model_only=text_only) as core:
-            entry = Path(core.metrics()["cache_entry"])
-            plans.append({str(path.relative_to(entry)): path.read_bytes() for path in entry.rglob("plan.json")})
-            pieces.append({path.name: path.read_bytes() for path in (entry / "pieces").glob("*.json")})
-    alone, both = plans
+    oracle = Oracle(tmp_path, QWEN)
+    alone, both = (
+        plans_of(config_of(oracle, mode="compiled", compile_ranges=(), language_model_only=text_only))
+        for text_only in (True, False)
+    )
     assert alone
     assert {name: both[name] for name in alone} == alone
-    assert {name.split("/")[0] for name in both.keys() - alone.keys()} == {"images"}
-    assert {name: pieces[1][name] for name in pieces[0]} == pieces[0]
+    assert both.keys() - alone.keys() == {"images"}
+
+
+def plans_of(config: EngineConfig) -> dict[str, tuple[str, dict[str, str]]]:
+    """The plan of each callable, and its pieces."""
+    found = {}
+    for name, signature in callables_of(config).items():
+        traced = trace(without_storage(build_model(config.model), config.device), signature)
+        module, _ = apply_passes(config, traced, *compile_ranges(config))
+        plan, pieces = make_plan(module.graph, split(module.graph))
+        found[name] = plan.to_json(), pieces
+    return found

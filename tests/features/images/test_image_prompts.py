@@ -27,12 +27,7 @@ from compiled_engine.frontend.outputs import RequestOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-ARCHITECTURES = (
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-)
-QWEN = ARCHITECTURES[1]
+QWEN, LLAVA = "Qwen3VLForConditionalGeneration", "LlavaForConditionalGeneration"
 
 
 class Checkpoint:
@@ -62,7 +57,7 @@ class Checkpoint:
         return ids, found
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda name: name.removesuffix("ForConditionalGeneration"))
+@pytest.fixture(scope="module", params=[QWEN, LLAVA], ids=lambda name: name.removesuffix("ForConditionalGeneration"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param)
 
@@ -136,13 +131,12 @@ def test_conversations_have_images_in_every_form(checkpoint: Checkpoint, llm: LL
     assert [said(output) for output in outputs] == [expected] * len(forms)
 
 
-def test_a_template_of_texts_has_a_placeholder_for_each_image(qwen: Checkpoint) -> None:
+def test_a_template_of_texts_has_a_placeholder_for_each_image(qwen: Checkpoint, limited: LLM) -> None:
     """And no text of a message becomes one."""
     content = [{"type": "image", "image": picture(24, 24)}, {"type": "text", "text": "not <|image_pad|> this"}]
-    with LLM(qwen.folder, **ENGINE) as llm:
-        (output,) = llm.chat([{"role": "user", "content": content}], GREEDY, chat_template=TEXT_TEMPLATE)
-        assert output.prompt == "user: <|image_pad|>\nnot <|image_pad|> this\nassistant: "
-        assert list(output.prompt_token_ids).count(qwen.oracle.vision.image_token_id) == 9
+    (output,) = limited.chat([{"role": "user", "content": content}], GREEDY, chat_template=TEXT_TEMPLATE)
+    assert output.prompt == "user: <|image_pad|>\nnot <|image_pad|> this\nassistant: "
+    assert list(output.prompt_token_ids).count(qwen.oracle.vision.image_token_id) == 9
 
 
 @pytest.mark.parametrize(
@@ -176,39 +170,40 @@ def test_what_is_wrong_is_said_before_anything_runs(limited: LLM, prompt: dict[s
         limited.generate(real(prompt), GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "settings", "message"),
-    [
+PROCESSED_AGAIN = pytest.mark.shown_by(
+    "features/images/test_image_prompts.py::test_an_image_that_has_changed_since_it_was_read_fails_its_request_alone",
+    "features/images/test_image_prompts.py::test_many_callers_at_once",
+)
+# Settings of the processor, and what the tower says to what comes out.
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    LLAVA: [
         (
-            "LlavaForConditionalGeneration",
             {"crop_size": {"height": 48, "width": 48}, "size": {"shortest_edge": 48}},
             r"has the shape \[1, 3, 48, 48\]; allowed for Llava.*: tiles \[3, 24, 24\]",
-        ),
-        (
-            "Gemma3ForConditionalGeneration",
-            {"size": {"height": 48, "width": 48}},
-            r"has the shape \[1, 3, 48, 48\]; allowed for Gemma3.*: tiles",
-        ),
-        (QWEN, {"patch_size": 8}, r"has the shape \[\d+, 384\]; allowed for Qwen3VL.*: \[\d+, 96\]"),
-        (QWEN, {"merge_size": 1}, r"\['image'\]: the processor's output has the grid"),
-        (QWEN, {"size": {"shortest_edge": 4096, "longest_edge": 20000}}, r"has \d+ embeddings; allowed: 1 to 64"),
+        )
     ],
-)
-def test_an_image_that_the_tower_cannot_take_is_refused_before_anything_runs(
-    tmp_path: Path, architecture: str, settings: dict[str, Any], message: str
-) -> None:
+    QWEN: [
+        ({"patch_size": 8}, r"has the shape \[\d+, 384\]; allowed for Qwen3VL.*: \[\d+, 96\]"),
+        ({"merge_size": 1}, r"\['image'\]: the processor's output has the grid"),
+        ({"size": {"shortest_edge": 4096, "longest_edge": 20000}}, r"has \d+ embeddings; allowed: 1 to 64"),
+    ],
+}
+
+
+def test_an_image_that_the_tower_cannot_take_is_refused_before_anything_runs(checkpoint: Checkpoint, llm: LLM) -> None:
     """And the engine goes on."""
-    checkpoint = Checkpoint(tmp_path, architecture)
     prompt = {"prompt": checkpoint.placeholder, "multi_modal_data": {"image": picture(100, 97)}}
-    with LLM(tmp_path, **ENGINE) as llm:
+    for settings, message in REFUSED[checkpoint.oracle.architecture]:
         with pytest.raises(ValueError, match=message):
             llm.generate({**prompt, "mm_processor_kwargs": settings}, GREEDY)
-        assert len(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids) == 5
+    assert len(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids) == 5
 
 
-def test_parameters_that_images_rule_out_are_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_what_images_rule_out_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Parameters, and an image of a size that the tower cannot take."""
     checkpoint = Checkpoint(tmp_path, "Gemma3ForConditionalGeneration")
     prompt = {"prompt": checkpoint.placeholder, "multi_modal_data": {"image": picture(24, 24)}}
+    large = {**prompt, "mm_processor_kwargs": {"size": {"height": 48, "width": 48}}}
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=-1)
 
     async def ask() -> None:
@@ -217,49 +212,78 @@ def test_parameters_that_images_rule_out_are_refused_before_anything_runs(tmp_pa
             outputs = engine.generate(prompt, params)
             with pytest.raises(ValueError, match="prompt_logprobs is -1, for which a step computes few tokens"):
                 await anext(outputs)
+            outputs = engine.generate(large, GREEDY)
+            with pytest.raises(ValueError, match=r"has the shape \[1, 3, 48, 48\]; allowed for Gemma3.*: tiles"):
+                await anext(outputs)
         finally:
             await engine.shutdown()
 
     asyncio.run(ask())
 
 
-def test_images_beyond_the_longest_prompt_are_not_processed(qwen: Checkpoint) -> None:
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def engine(qwen: Checkpoint, loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(qwen.folder, **ENGINE, core="in_process")
+    yield made
+    loop.run_until_complete(made.shutdown())
+
+
+def test_images_beyond_the_longest_prompt_are_not_processed(
+    qwen: Checkpoint, engine: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
     """Each of these images has 49 embeddings, so the sixth is one too many; few of the others are begun."""
     images = [picture(56, 56, seed) for seed in range(60)]
     prompt = {"prompt": qwen.placeholder * len(images), "multi_modal_data": {"image": images}}
-    with LLM(qwen.folder, **ENGINE) as llm:
-        with pytest.raises(
-            ValueError, match=r"must have at most 255 tokens \(max_model_len 256, less one to generate\), got"
-        ):
-            llm.generate(prompt, GREEDY)
-        assert llm.metrics()["mm_cache_queries"] < 20
 
-
-def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
     async def ask() -> None:
-        engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process")
-        try:
-            prompt = {"prompt": qwen.placeholder, "multi_modal_data": {"image": picture(24, 24)}}
-            images = engine.features.images
-            assert (images.most_bytes(1) > 0, images.held_bytes) == (True, 0)
-            attached = [await engine.attach(prompt) for _ in range(2)]
-            assert images.held_bytes == 36 * 96 * 4 + 9 * 8 + 3 * 8
-            outputs = engine.generate(attached.pop(), LONG)
-            assert not (await anext(outputs)).finished
-            attached.clear()
-            gc.collect()
-            assert images.held_bytes == 0
-            await outputs.aclose()
-        finally:
-            await engine.shutdown()
+        message = r"must have at most 255 tokens \(max_model_len 256, less one to generate\), got"
+        before = engine.frontend_metrics()["mm_cache_queries"]
+        with pytest.raises(ValueError, match=message):
+            await anext(engine.generate(prompt, GREEDY))
+        assert engine.frontend_metrics()["mm_cache_queries"] - before < 20
 
-    asyncio.run(ask())
+    loop.run_until_complete(ask())
 
 
-@pytest.mark.product(one_in=3)
-@pytest.mark.parametrize("has_loop", [True, False], ids=["AsyncLLM", "LLM"])
+def test_images_are_held_only_until_they_are_sent(
+    qwen: Checkpoint, engine: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    async def ask() -> None:
+        prompt = {"prompt": qwen.placeholder, "multi_modal_data": {"image": picture(24, 24, 100)}}
+        images = engine.features.images
+        assert (images.most_bytes(1) > 0, images.held_bytes) == (True, 0)
+        attached = [await engine.attach(prompt) for _ in range(2)]
+        assert images.held_bytes == 36 * 96 * 4 + 9 * 8 + 3 * 8
+        outputs = engine.generate(attached.pop(), LONG)
+        assert not (await anext(outputs)).finished
+        attached.clear()
+        gc.collect()
+        assert images.held_bytes == 0
+        await outputs.aclose()
+
+    loop.run_until_complete(ask())
+
+
 @pytest.mark.parametrize(
-    "options", [{"mm_processor_cache_gb": 0}, {"data_parallel_size": 2}], ids=["processed again", "replicas"]
+    ("options", "has_loop"),
+    [
+        pytest.param({"data_parallel_size": 2}, False, id="replicas, LLM"),
+        *(
+            pytest.param(options, has_loop, id=name, marks=PROCESSED_AGAIN)
+            for options, has_loop, name in (
+                ({"data_parallel_size": 2}, True, "replicas, AsyncLLM"),
+                ({"mm_processor_cache_gb": 0}, True, "processed again, AsyncLLM"),
+                ({"mm_processor_cache_gb": 0}, False, "processed again, LLM"),
+            )
+        ),
+    ],
 )
 def test_images_in_many_parts_reach_the_core(
     qwen: Checkpoint, options: dict[str, Any], has_loop: bool, monkeypatch: pytest.MonkeyPatch
@@ -372,30 +396,28 @@ def test_the_text_model_alone_refuses_images(qwen: Checkpoint, options: dict[str
             llm.generate({"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(24, 24)}}, GREEDY)
 
 
-def test_many_callers_at_once(qwen: Checkpoint) -> None:
-    async def ask(engine: AsyncLLM, seed: int) -> tuple[list[int], list[int]]:
+def test_many_callers_at_once(qwen: Checkpoint, engine: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    async def ask(seed: int) -> tuple[list[int], list[int]]:
         prompt = {"prompt": f"{seed} <|image_pad|>", "multi_modal_data": {"image": picture(24, 24 + seed, seed)}}
         async for output in engine.generate(prompt, GREEDY, output="final"):
             return said(output)
         raise AssertionError
 
     async def ask_all() -> list[tuple[list[int], list[int]]]:
-        engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process")
-        try:
-            found = await asyncio.gather(*(ask(engine, seed) for seed in range(4)))
-            content = [{"type": "image", "image": picture(24, 24)}]
-            async for output in engine.chat([{"role": "user", "content": content}], GREEDY, output="final"):
-                found.append(said(output))
-            return found
-        finally:
-            await engine.shutdown()
+        found = await asyncio.gather(*(ask(seed) for seed in range(4)))
+        content = [{"type": "image", "image": picture(24, 24)}]
+        async for output in engine.chat([{"role": "user", "content": content}], GREEDY, output="final"):
+            found.append(said(output))
+        return found
 
-    *found, chatted = asyncio.run(ask_all())
+    *found, chatted = loop.run_until_complete(ask_all())
     assert found == [qwen.answer(f"{seed} <|image_pad|>", [picture(24, 24 + seed, seed)]) for seed in range(4)]
     assert chatted[0].count(qwen.oracle.vision.image_token_id) == 9
 
 
 def test_images_of_a_call_that_is_cancelled_are_not_processed(qwen: Checkpoint) -> None:
+    """An engine of its own: the images wait for its process to start."""
+
     async def ask(engine: AsyncLLM, *images: PIL.Image.Image) -> None:
         prompt = {"prompt": "<|image_pad|>" * len(images), "multi_modal_data": {"image": list(images)}}
         async for _ in engine.generate(prompt, GREEDY):
@@ -437,21 +459,22 @@ def test_images_that_wait_end_with_the_engine(qwen: Checkpoint) -> None:
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await asyncio.wait_for(asking, 30)
 
+    before = set(threading.enumerate())
     asyncio.run(shut_down())
-    waiting = [thread for thread in threading.enumerate() if thread.name.startswith("attached")]
+    after = set(threading.enumerate())
+    waiting = [thread for thread in after - before if thread.name.startswith("attached")]
     for thread in waiting:
         thread.join(30)
     assert not any(thread.is_alive() for thread in waiting)
 
 
-def test_processed_images_are_forgotten_on_request(limited: LLM, qwen: Checkpoint) -> None:
-    with LLM(qwen.folder, **ENGINE) as llm:
-        prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": picture(24, 24)}}
-        llm.generate(prompt, GREEDY)
-        assert llm.metrics()["mm_cache_bytes"] > 0
-        llm.reset_mm_cache()
-        assert llm.metrics()["mm_cache_bytes"] == 0
-    limited.generate(prompt, GREEDY)
+def test_processed_images_are_forgotten_on_request(checkpoint: Checkpoint, llm: LLM, limited: LLM) -> None:
+    prompt = {"prompt": checkpoint.placeholder, "multi_modal_data": {"image": picture(24, 24)}}
+    llm.generate(prompt, GREEDY)
+    assert llm.metrics()["mm_cache_bytes"] > 0
+    llm.reset_mm_cache()
+    assert llm.metrics()["mm_cache_bytes"] == 0
+    limited.generate({**prompt, "prompt": "<|image_pad|>"}, GREEDY)
     assert limited.metrics()["mm_cache_bytes"] == 0
 
 
@@ -473,7 +496,7 @@ def test_tensors_are_images_too(limited: LLM) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.product(one_in=2)
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("architecture", ["InternVLForConditionalGeneration", "Idefics3ForConditionalGeneration"])
 def test_images_of_several_tiles_are_answered_like_by_the_whole_model(architecture: str, tmp_path: Path) -> None:
     """Their embeddings lie in several runs; steps cut them, and a second prompt finds a part of them cached."""

@@ -91,6 +91,7 @@ def test_an_image_that_ends_the_prompt(oracle: Oracle, core: EngineCore) -> None
     check(oracle, prompts, outputs_of(core, [oracle.request(name, each) for name, each in prompts.items()]))
 
 
+@pytest.mark.product(one_in=1000, each=("limits",))
 @pytest.mark.parametrize(
     "limits",
     [
@@ -138,17 +139,23 @@ def test_log_probabilities_of_a_prompt_with_images(oracle: Oracle, core: EngineC
     assert found == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-@pytest.mark.product(one_in=3)
+# Of compiled engines one is drawn; of others, one with each of these options.
+EAGER, COMPILED = pytest.mark.product(one_in=1000, each=("options",)), pytest.mark.product(one_in=1000)
+WHOLE: dict[str, Any] = {"mode": "compiled", "compile_ranges": ()}
+DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, id="drafts"),
-        pytest.param({"tensor_parallel_size": 2}, id="two ranks"),
-        pytest.param({"tensor_parallel_size": 2, "mode": "compiled", "strict_passes": True}, id="two compiled ranks"),
-        pytest.param({"mode": "auto"}, id="recorded decodes"),
-        pytest.param({"model_impl": "transformers"}, id="transformers' code"),
-        pytest.param({"enable_lora": True}, id="with adapters"),
-        pytest.param({"enable_lora": True, "mode": "compiled"}, id="compiled with adapters"),
+        pytest.param(DRAFTS, id="drafts", marks=EAGER),
+        pytest.param(TWO_RANKS, id="two ranks", marks=EAGER),
+        pytest.param(WHOLE | TWO_RANKS | {"strict_passes": True}, id="two compiled ranks", marks=COMPILED),
+        pytest.param({"mode": "auto"}, id="recorded decodes", marks=COMPILED),
+        pytest.param({"model_impl": "transformers"}, id="transformers' code", marks=EAGER),
+        pytest.param({"enable_lora": True}, id="with adapters", marks=EAGER),
+        pytest.param(WHOLE | {"enable_lora": True}, id="compiled with adapters", marks=COMPILED),
     ],
 )
 def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from async_engines import run
-from old_and_new_weights import folders
-from test_weights_in_place import ENGINE, stored, tensors_in
+from old_and_new_weights import ENGINE, folders, stored, tensors_in
+from torch.distributed import TCPStore
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
+from compiled_engine.features.weight_updates.extras import SharedTensors
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.plan import WeightUpdates
 from compiled_engine.llm import LLM
@@ -134,6 +135,18 @@ def test_a_client_that_goes_in_the_middle_of_an_update_is_followed_by_another(
         assert await tokens_of(engine) == before
         await engine.update_weights(folders[1], version="next")
         assert await tokens_of(engine) == (greedy(folders[1], PROMPT, 40), "next")
+
+    run(main())
+
+
+def test_what_only_gpus_can_do_is_refused_on_a_cpu(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        for backend, message in (("nccl", "NCCL sends between GPUs, but the device is 'cpu'"), ("mpi", "gloo, nccl")):
+            with pytest.raises(ControlError, match=message):
+                await engine.connect_weight_sender("127.0.0.1", store.port, world_size=2, backend=backend)
+        with pytest.raises(ControlError, match="CUDA IPC shares memory of a GPU, but the device is 'cpu'"):
+            await engine.update_weights(SharedTensors(names=[], tensors=[], storages=[]))
 
     run(main())
 

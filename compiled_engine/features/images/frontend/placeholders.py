@@ -54,9 +54,9 @@ def _meet_as_text(replacements: Sequence[Sequence[int]], special_ids: frozenset[
 
 
 def _joined(pieces: Sequence[Sequence[int]], special_ids: frozenset[int], tokenizer: TextTokens) -> tuple[int, ...]:
-    """Join pieces, and tokenise text again that goes on from one piece to the next.
+    """Join pieces of tokens, and tokenise text again that spans several pieces.
 
-    The tokens of such text stay if one of its parts alone would get other tokens than it has.
+    The text keeps its tokens if tokenising a piece's part of it alone would not return the tokens of that part.
     """
     marked = [(token_id, number) for number, piece in enumerate(pieces) for token_id in piece]
     joined: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -30,6 +31,7 @@ log = logging.getLogger("compiled_engine")
 WORKER = "compiled_engine.features.images.frontend.worker"
 NO_EXCHANGE = "{} cannot be exchanged with the processes that do the work"
 POLL_S = 0.05
+MOST_THREADS = 8  # of a process: an image of a million pixels keeps no more busy
 CLOSED = "the engine is closed, and processes no {}"
 
 
@@ -46,7 +48,7 @@ class Processor(Protocol):
 
     @property
     def many(self) -> str:
-        """The name of several of them."""
+        """The plural of `one`."""
 
     @property
     def dtype(self) -> str:
@@ -166,7 +168,7 @@ class MediaProcessing:
         return running.result()
 
     def leave(self, running: Future[ProcessedMedia]) -> None:
-        """Note that a caller of `submit` waits for an image no longer. It never begins if no other caller does."""
+        """Note that a caller of `submit` no longer waits for an image. An image that no caller awaits is not begun."""
         with self._lock:
             if running in self._wanted:
                 self._wanted[running] -= 1
@@ -271,7 +273,7 @@ class MediaProcessing:
                 weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
             if self._pool is None:
                 self._pool = WorkerPool(self._files.worker, self._num_workers)
-                self._pool.begin(self._files.order())
+                self._pool.begin(self._files.order() | {"threads": threads_of_each(self._num_workers)})
                 weakref.finalize(self, unless_forked(self._pool.close))
             self._asking[self._pool] += 1
             return self._pool, self._folder
@@ -279,7 +281,7 @@ class MediaProcessing:
     def _end(self, pool: WorkerPool, *, has_ended: bool) -> None:
         """Note that an image is done. has_ended: a process of the pool has ended.
 
-        Other processes of such a pool finish what they do. The next image starts a new pool.
+        Other processes of that pool finish their images. The next image starts a new pool.
         """
         with self._lock:
             if has_ended and self._pool is pool:
@@ -292,6 +294,12 @@ class MediaProcessing:
             if self._pool is pool:
                 return
         pool.close()
+
+
+def threads_of_each(num_workers: int) -> int:
+    """Return the number of threads with which each of these processes computes, so that together they use the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // num_workers))
 
 
 def missing_packages() -> tuple[str, ...]:

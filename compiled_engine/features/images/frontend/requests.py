@@ -216,9 +216,9 @@ class ImageRequests(RequestFeature):
 class PromptImages(Attachment):
     """The images of a prompt: processed in `wait`, and given to the core when it asks for them.
 
-    Their pixels are held until then, within the bound of ImageRequests. Others come from the cache, or their images are
-    processed again. name: the prompt's, for errors. given: each image with its name. settings: arguments of the
-    processor.
+    Pixels are held until then, within the bound of ImageRequests. Pixels beyond the bound come from the cache, or the
+    images are processed again. name: the prompt's, for errors. given: each image with its name. settings: arguments of
+    the processor.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ def _first(ahead: deque[tuple[str, Future[Result]]]) -> tuple[str, Result]:
 
 
 def _called(threads: ThreadPoolExecutor | None, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Return the result of a function, which runs in these threads if there are any. Raises what it raises there."""
+    """Run a function in the threads and return a future of its result; without threads, call the function at once."""
     if threads is not None:
         return threads.submit(work, *arguments)
     done: Future[Result] = Future()

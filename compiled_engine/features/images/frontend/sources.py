@@ -109,7 +109,9 @@ def is_pil_image(value: Any) -> bool:
 
 
 def _of_pil(image: PIL.Image.Image, max_pixels: int) -> MediaSource:
-    """Keep RGB and RGBA. Processors convert other modes in the same way: transparent ones to RGBA first."""
+    """Return the source of a PIL image. Modes besides RGB and RGBA are converted as processors do it: images with
+    transparency to RGBA, all others to RGB.
+    """
     check_pixels(image.width, image.height, max_pixels)
     if image.mode not in ("RGB", "RGBA"):
         has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None

@@ -35,11 +35,12 @@ def main() -> None:
     """Run the workers, see run_workers.
 
     The order is {"folder": the checkpoint's, "tokenizer": folder, "dtype": torch's name, "max_pixels": bound on an
-    image}. A message is {"input": path of a file with the source's data, "kind", "mode", "shape": see MediaSource,
-    "output": path of the file to write, "settings": arguments of the processor}. An answer is {"token_ids": those that
-    replace a placeholder, "placeholder": token id of a placeholder, "tensors": [[name, dtype, shape, bytes]]}, whose
-    elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault,
-    and "unusable": true if no image can be processed. A message {} asks for the latter alone.
+    image, "threads": those of each worker}. A message is {"input": path of a file with the source's data, "kind",
+    "mode", "shape": see MediaSource, "output": path of the file to write, "settings": arguments of the processor}.
+    An answer is {"token_ids": those that replace a placeholder, "placeholder": token id of a placeholder,
+    "tensors": [[name, dtype, shape, bytes]]}, whose elements follow each other in the output; or {"error": text},
+    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. A
+    message {} asks for the latter alone.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -67,7 +68,7 @@ def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
 def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, order: dict[str, Any]) -> None:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(order["threads"])
     bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
     for message in messages:
         if not message:

@@ -55,7 +55,7 @@ def _of_samples(samples: np.ndarray[Any, Any], rate: Any) -> MediaSource:
 
 
 def samples_of(source: MediaSource) -> Samples:
-    """Return the samples of a source that has any. Raises ValueError if there are too many to transcribe."""
+    """Return the samples of a source of the kind "samples". Raises ValueError for audio longer than LONGEST_S."""
     samples_N, rate = np.frombuffer(source.data, dtype=np.float32), int(source.mode)
     if len(samples_N) > LONGEST_S * rate:
         raise ValueError(f"audio has {len(samples_N) / rate:.0f} s; allowed: at most {LONGEST_S}")

@@ -208,7 +208,7 @@ class SpeechRequests(RequestFeature):
 class PromptAudio(Attachment):
     """The audio of a prompt. Its features are kept while its request runs, as the core may ask for them again.
 
-    load: returns them, and raises ValueError if there are none.
+    load: returns the features; raises ValueError for audio that cannot be decoded.
     """
 
     def __init__(self, load: Callable[[Stopped], ProcessedMedia]) -> None:

@@ -33,10 +33,11 @@ SAMPLES, RATE, SECONDS = "samples", "rate", "seconds"
 def main() -> None:
     """Run the workers, see run_workers. Messages and answers are those of features/images/frontend/worker.py.
 
-    The order is {"folder": the checkpoint's, "dtype": torch's name}. A message's kind is "file" or "samples"; these are
-    float32, and "mode" is their rate. Without settings the answer has the features of a clip. With the setting
-    "most_seconds", the audio may have this length, and "answer" says what is returned: "samples" of a file with their
-    rate, or "input_features" of the whole audio with its length. It replaces no placeholder.
+    The order is {"folder": the checkpoint's, "dtype": torch's name, "threads": those of each worker}. A message's
+    kind is "file" or "samples"; these are float32, and "mode" is their rate. Without settings the answer has the
+    features of a clip. With the setting "most_seconds", the audio may have this length, and "answer" says what is
+    returned: "samples" of a file with their rate, or "input_features" of the whole audio with its length. It
+    replaces no placeholder.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -52,7 +53,7 @@ def _prepare(order: dict[str, Any]) -> Work:
     except Exception as error:
         reason = f"the feature extractor of {order['folder']} cannot be loaded: {' '.join(str(error).split())}"
         return lambda messages, answer: _refuse_all(messages, answer, reason)
-    return lambda messages, answer: _extract_all(messages, answer, extractor, order["dtype"])
+    return lambda messages, answer: _extract_all(messages, answer, extractor, order)
 
 
 def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
@@ -60,10 +61,11 @@ def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
         answer({"error": reason, "unusable": True})
 
 
-def _extract_all(messages: Messages, answer: Answer, extractor: Any, dtype: str) -> None:
+def _extract_all(messages: Messages, answer: Answer, extractor: Any, order: dict[str, Any]) -> None:
     import torch
 
-    torch.set_num_threads(1)
+    dtype = getattr(torch, order["dtype"])
+    torch.set_num_threads(order["threads"])
     bound_memory(MOST_BYTES)
     for message in messages:
         if not message:
@@ -71,7 +73,7 @@ def _extract_all(messages: Messages, answer: Answer, extractor: Any, dtype: str)
             continue
         signal.alarm(LONGEST_S)
         try:
-            _answer_with(_made(message, extractor, getattr(torch, dtype)), message, answer)
+            _answer_with(_made(message, extractor, dtype), message, answer)
         except OSError as error:
             answer({"error": f"the features of a clip cannot be written: {error.strerror}", "internal": True})
         except Exception as error:  # decoders and extractors raise many kinds
@@ -88,7 +90,7 @@ def _answer_with(made: Mapping[str, torch.Tensor], message: Mapping[str, Any], a
 
 
 def _made(message: dict[str, Any], extractor: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return what a message asks for, by name. Raises ValueError for audio that is too long."""
+    """Return the tensors that a message asks for, by name, see `main`. Raises ValueError for audio that is too long."""
     import torch
 
     data, wanted, settings = Path(message["input"]).read_bytes(), int(extractor.sampling_rate), message["settings"]

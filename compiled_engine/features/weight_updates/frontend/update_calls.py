@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import msgspec
+
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
+from compiled_engine.features.weight_updates.extras import SharedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +35,14 @@ class Broadcast(NamedTuple):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    packed: bool | None = None  # whether a message has several tensors; None: as it was said when connecting
 
 
 WeightSource: TypeAlias = (
-    "str | os.PathLike[str] | Broadcast | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+    "str | os.PathLike[str] | Broadcast | SharedTensors | Mapping[str, torch.Tensor] "
+    "| Iterable[tuple[str, torch.Tensor]]"
 )
-"""A folder with safetensors files, or tensors by the checkpoint's names."""
+"""A folder with safetensors files, or tensors by the checkpoint's names, given, shared or broadcast."""
 Calls = Generator[ControlCall, Any, Any]
 """Control calls to be served one after the other. Each takes the answer to the one before; the result is returned."""
 
@@ -69,10 +74,12 @@ def update(
         raise
 
 
-def connect(address: str, port: int, rank_offset: int, world_size: int, *, packed: bool) -> ControlCall:
-    """Return the call with which all ranks join a trainer's process group, see StepWeightUpdates.connect."""
+def connect(
+    address: str, port: int, rank_offset: int, world_size: int, *, packed: bool, backend: str = "gloo"
+) -> ControlCall:
+    """Return the call with which all ranks join a trainer's group, see StepWeightUpdates.connect."""
     arguments = {"address": address, "port": port, "rank_offset": rank_offset, "world_size": world_size}
-    return ControlCall("connect_weight_sender", {**arguments, "packed": packed}, slow=True)
+    return ControlCall("connect_weight_sender", {**arguments, "packed": packed, "backend": backend}, slow=True)
 
 
 def finish(version: str | None, *, recompute: bool) -> ControlCall:
@@ -128,6 +135,9 @@ def _received(weights: Any, parallel: ParallelConfig, *, in_this_process: bool) 
         return
     if isinstance(weights, Broadcast):
         yield ControlCall("receive_weight_broadcast", weights._asdict(), slow=True)
+        return
+    if isinstance(weights, SharedTensors):
+        yield ControlCall("receive_shared_weights", {"shared": msgspec.to_builtins(weights)}, slow=True)
         return
     named = _named(weights)
     if in_this_process and parallel.executor == "in_process" and not parallel.has_replicas:

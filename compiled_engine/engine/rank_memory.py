@@ -1,0 +1,25 @@
+"""The memory of a rank's large tensors: its weights and its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Memory(Protocol):
+    """Memory of a device that a feature provides."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised memory on the device, uint8 [num_bytes], aligned for every dtype and kernel."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Where a rank allocates its weights and its KV cache. None: with PyTorch's allocator."""
+
+    # Only tensors that a weight update fills: neither buffers nor state that a pass keeps.
+    weights: Memory | None = None
+    kv_cache: Memory | None = None

@@ -1,0 +1,280 @@
+"""Device memory that can be given back and taken again at the same addresses.
+
+A range of addresses is reserved once. Physical memory is mapped into it as tensors are allocated, unmapped while the
+engine sleeps, and mapped again when it wakes. Tensors and captured CUDA graphs refer to addresses alone, so they stay
+valid. The functions are those of CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns tensors
+# Python package of the driver's functions. PyTorch's CUDA builds for Linux require it.
+PACKAGE, MODULE = "cuda-bindings", "cuda.bindings.driver"
+# Bytes of a block of pinned memory: a power of two, to which PyTorch rounds pinned memory up.
+HOST_BLOCK_BYTES = 1 << 28
+
+
+class MappingError(RuntimeError):
+    """The driver has refused to reserve, map or unmap memory."""
+
+
+def has_driver_functions() -> bool:
+    """Return whether the Python package of the driver's functions is installed."""
+    try:
+        return find_spec(MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@dataclass
+class _Range:
+    """A reserved range of addresses, and the mappings that fill its beginning without gaps."""
+
+    address: int
+    num_bytes: int
+    chunk_bytes: list[int] = field(default_factory=list)  # of each mapping, in the order of addresses
+    num_mapped: int = 0  # of the chunks, the first ones; all of them or none except while mapping
+
+    @property
+    def end(self) -> int:
+        return self.address + sum(self.chunk_bytes)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return the address and the bytes of each chunk."""
+        found, address = [], self.address
+        for num_bytes in self.chunk_bytes:
+            found.append((address, num_bytes))
+            address += num_bytes
+        return found
+
+
+class DeviceMapping:
+    """Reserves, maps and unmaps addresses of one device through the driver. Every error is a MappingError.
+
+    functions: the module cuda.bindings.driver, or an object with the same functions.
+    """
+
+    def __init__(self, device_index: int, functions: Any) -> None:
+        self._functions = functions
+        # Access flags and the properties of physical memory.
+        location = functions.CUmemLocation()
+        location.type, location.id = functions.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device_index
+        self._properties, self._access = functions.CUmemAllocationProp(), functions.CUmemAccessDesc()
+        self._properties.type = functions.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location = self._access.location = location
+        self._access.flags = functions.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        minimum = functions.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        (granularity,) = self._call("cuMemGetAllocationGranularity", self._properties, minimum)
+        self.granularity = int(granularity)  # bytes; every mapping is a multiple
+
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve addresses, and return the first one. They take no memory."""
+        (address,) = self._call("cuMemAddressReserve", num_bytes, 0, 0, 0)
+        return int(address)
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Free a whole reservation, in which nothing is mapped."""
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def map(self, address: int, num_bytes: int) -> None:
+        """Map new physical memory at `address`, so far without access. The mapping alone keeps the memory alive."""
+        (handle,) = self._call("cuMemCreate", num_bytes, self._properties, 0)
+        try:
+            self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)
+
+    def allow(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write mapped addresses."""
+        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Unmap what one `map` has mapped, and give its memory back."""
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def _call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        error, *results = getattr(self._functions, name)(*arguments)
+        if error != self._functions.CUresult.CUDA_SUCCESS:
+            _, text = self._functions.cuGetErrorName(error)
+            reason = text.decode() if isinstance(text, bytes) else str(error)
+            raise MappingError(f"{name} of the CUDA driver failed: {reason}")
+        return results
+
+
+class MappedMemory:
+    """A reserved range of a GPU's addresses with tensors in its mapped beginning.
+
+    While it is unmapped, nothing may read or write its tensors. The range is freed with the last of them.
+    """
+
+    def __init__(
+        self,
+        most_bytes: int,
+        mapping: DeviceMapping,
+        settle: Callable[[], None],
+        tensor_at: Callable[[int, int, object], torch.Tensor],
+    ) -> None:
+        """Reserve addresses for `most_bytes`.
+
+        settle: waits until the device has no more work, and gives back memory that PyTorch keeps unused. tensor_at:
+        returns the memory at an address, of a number of bytes, as a tensor, uint8 [n], that keeps an object.
+        """
+        self._mapping, self._settle, self._tensor_at = mapping, settle, tensor_at
+        num_bytes = _rounded(most_bytes, mapping.granularity)
+        settle()  # also makes the device's context current in this thread
+        self._range = _Range(mapping.reserve(num_bytes), num_bytes)
+        self._used = 0
+        weakref.finalize(self, _release, self._range, mapping, settle).atexit = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> MappedMemory:
+        """Return memory of a GPU with as many addresses as the GPU has memory."""
+        from cuda.bindings import driver  # exists only beside PyTorch's CUDA builds
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        _, total = torch.cuda.mem_get_info(index)
+        return cls(total, DeviceMapping(index, driver), partial(_settle, index), partial(_tensor_at, index))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of physical memory that the range holds now."""
+        return sum(self._range.chunk_bytes[: self._range.num_mapped])
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether tensors may be read and written."""
+        return self._range.num_mapped == len(self._range.chunk_bytes)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised memory, uint8 [num_bytes], aligned to ALIGNMENT bytes.
+
+        Raises MappingError if the device lacks memory or the range is full.
+        """
+        assert self.is_mapped
+        reserved, begin = self._range, _rounded(self._used, ALIGNMENT)
+        missing = reserved.address + begin + num_bytes - reserved.end
+        if missing > 0:
+            self._grow(_rounded(missing, self._mapping.granularity))
+        self._used = begin + num_bytes
+        return self._tensor_at(reserved.address + begin, num_bytes, self)
+
+    def contents(self) -> torch.Tensor:
+        """Return the mapped memory up to the last tensor, uint8 [n]."""
+        return self._tensor_at(self._range.address, self._used, self)
+
+    def unmap(self) -> None:
+        """Give the physical memory back; contents are lost. Waits for the device. Does nothing if it is unmapped."""
+        self._settle()
+        _unmap(self._range, self._mapping)
+
+    def map(self) -> None:
+        """Take physical memory again; contents are undefined. Does nothing if it is mapped.
+
+        Raises MappingError if the device lacks memory; then nothing stays mapped.
+        """
+        if self.is_mapped:
+            return
+        self._settle()
+        reserved = self._range
+        try:
+            for address, num_bytes in reserved.chunks():
+                self._mapping.map(address, num_bytes)
+                reserved.num_mapped += 1
+            self._mapping.allow(reserved.address, reserved.end - reserved.address)
+        except MappingError as error:
+            _unmap(reserved, self._mapping)
+            needed = sum(reserved.chunk_bytes) / 2**30
+            raise MappingError(f"{needed:.2f} GiB cannot be mapped again: {error}") from error
+
+    def _grow(self, num_bytes: int) -> None:
+        reserved = self._range
+        if reserved.end + num_bytes > reserved.address + reserved.num_bytes:
+            raise MappingError(f"{num_bytes} bytes more do not fit into a range of {reserved.num_bytes} bytes")
+        self._settle()
+        end = reserved.end
+        self._mapping.map(end, num_bytes)
+        try:
+            self._mapping.allow(end, num_bytes)
+        except MappingError:
+            self._mapping.unmap(end, num_bytes)
+            raise
+        reserved.chunk_bytes.append(num_bytes)
+        reserved.num_mapped += 1
+
+
+class HostCopy:
+    """A copy of memory in pinned host memory, which is allocated at the first `save` and kept."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def save(self, contents: torch.Tensor) -> None:
+        """Copy uint8 [n]. The copy is complete on return. Raises RuntimeError if the host lacks memory."""
+        parts = contents.split(HOST_BLOCK_BYTES) if contents.numel() else ()
+        if [block.numel() for block in self._blocks] != [part.numel() for part in parts]:
+            self._blocks = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
+        self._copy(parts, saves=True)
+
+    def restore(self, contents: torch.Tensor) -> None:
+        """Copy back what `save` has copied, into memory of the same size. Complete on return."""
+        self._copy(contents.split(HOST_BLOCK_BYTES) if contents.numel() else (), saves=False)
+
+    def _copy(self, parts: Sequence[torch.Tensor], *, saves: bool) -> None:
+        for block, part in zip(self._blocks, parts, strict=True):
+            target, source = (block, part) if saves else (part, block)
+            target.copy_(source, non_blocking=True)
+        if parts and parts[0].is_cuda:
+            torch.cuda.synchronize(parts[0].device)
+
+
+class _Span:
+    """Memory that PyTorch makes a tensor of. The tensor keeps this object, which keeps `kept`."""
+
+    def __init__(self, address: int, num_bytes: int, kept: object) -> None:
+        self.kept = kept
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _tensor_at(device_index: int, address: int, num_bytes: int, kept: object) -> torch.Tensor:
+    device = torch.device("cuda", device_index)
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    tensor = torch.as_tensor(_Span(address, num_bytes, kept), device=device)
+    if tensor.data_ptr() != address:
+        raise MappingError(f"PyTorch has copied memory at {address:#x} instead of using it")
+    return tensor
+
+
+def _settle(device_index: int) -> None:
+    torch.cuda.synchronize(device_index)
+    torch.cuda.empty_cache()
+
+
+def _release(reserved: _Range, mapping: DeviceMapping, settle: Callable[[], None]) -> None:
+    settle()
+    _unmap(reserved, mapping)
+    mapping.free(reserved.address, reserved.num_bytes)
+
+
+def _unmap(reserved: _Range, mapping: DeviceMapping) -> None:
+    for address, num_bytes in reversed(reserved.chunks()[: reserved.num_mapped]):
+        mapping.unmap(address, num_bytes)
+        reserved.num_mapped -= 1
+
+
+def _rounded(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit

@@ -1,0 +1,91 @@
+"""Defines the op of a linear with codes of e4m3 or int8 in batch-invariant engines.
+
+Inputs are rounded row by row, and one kernel with tiles of one size multiplies the codes, whatever the number of tokens
+is. So a token is computed by the same instructions in the same order in every batch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.linear import quantised_kernels, quantised_product, round_inputs, silu_mul
+from compiled_engine.passes.linear.linears import Quantised
+from compiled_engine.passes.linear.round_inputs import capability_of, why_no_products
+from compiled_engine.quantisation import LinearScheme
+
+# Rows of 64 tokens: fewer would be another instruction of tensor cores.
+TILES = quantised_product.Tiles(64, 64, 4, 4)
+
+_parsed = cache(LinearScheme.parse)
+
+
+def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str | None:
+    """Return why the op does not compute a quantised linear with this number of columns; None if it does."""
+    scheme = quantised.scheme
+    if device.type != "cuda":
+        return "quantised linears are the library's on a CPU"
+    if scheme.inputs is None or quantised.zeros is not None or quantised.columns is not None:
+        return f"its kernels are chosen by the number of tokens ({scheme})"
+    missing = why_no_products(capability_of(device), scheme.weight)
+    return missing or quantised_kernels.why_not_by_kernels(num_columns, scheme)
+
+
+def reference(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Return rounded(x) @ decoded weight^T + bias, [T, N], or with an activation activation(gate) * up of its halves.
+
+    See quantised_linear_op.reference for the arguments.
+    """
+    operands = x_TK, codes_NK, scales_RC, None, input_scale_1, bias_N
+    y_TN = quantised_kernels.product(*operands, _parsed(scheme), None, x_TK.dtype)
+    return y_TN if activation is None else silu_mul.reference(y_TN, activation)
+
+
+def launch(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Return the result of `reference`, computed by the kernels that the module's docstring names."""
+    parsed = _parsed(scheme)
+    assert parsed.inputs is not None
+    rounded_TK, inputs_CT = round_inputs.launch(x_TK, parsed.inputs, input_scale_1)
+    scaling, step = quantised_kernels.scaling_of(scales_RC, inputs_CT, parsed), quantised_product.step_of(parsed)
+    operands = rounded_TK, codes_NK, scaling, bias_N, None, False, "", step
+    y_TN = quantised_product.launch(*operands, x_TK.dtype, TILES)
+    return y_TN if activation is None else silu_mul.launch(y_TN, activation)
+
+
+def _fake(
+    x_TK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scales_RC: torch.Tensor,
+    input_scale_1: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    scheme: str,
+    activation: str | None = None,
+) -> torch.Tensor:
+    return x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // (1 if activation is None else 2)))
+
+
+invariant_quantised_linear = define_op(
+    "invariant_quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? input_scale_1, "
+    "Tensor? bias_N, str scheme, str? activation=None) -> Tensor",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+)
