@@ -313,6 +313,25 @@ def embeddings(*results: Result) -> str:
     return below(markdown(headings, cells), *results)
 
 
+def prefix_traffic(result: Result) -> str:
+    """Show what an engine with host memory and files finds of shared documents, beside one without them."""
+    engines = result["engines"]
+    rows = [
+        [f"hit rate, {shown}", *(f"{engine['hit_rate'][tier]:.1%}" for engine in engines.values())]
+        for tier, shown in (("device", "KV cache"), ("host", "host memory"), ("files", "files"), ("all", "together"))
+    ]
+    for percentile in ("p50", "p99"):
+        rows.append([f"TTFT {percentile}, ms", *(f"{each['ttft_ms'][percentile]:,.0f}" for each in engines.values())])
+    rows.append(["requests/s", *(f"{engine['requests_per_s']:.2f}" for engine in engines.values())])
+    about = (
+        f"{result['model']['name']}, {result['requests']:,} requests of {result['clients']} clients about "
+        f"{result['documents']} documents of {result['prefix_len']:,} tokens; of all prompt tokens "
+        f"{result['repeated']:.1%} are of an earlier prompt:"
+    )
+    headings = ["", *(name.replace("_", " ") for name in engines)]
+    return f"{about}\n\n{below(markdown(headings, rows), result)}"
+
+
 def kv_cache_loss(result: Result) -> str:
     """A row for each format of the KV cache."""
     headings = ["cache", "loss added", "KL", "KL at position 100", "KL at 1,500 to 2,000", "same token"]

@@ -66,6 +66,9 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
         folder = Path(options.kv_offloading_folder).expanduser().resolve() / SUBFOLDER / digest_of_model(config)
         replicas = config.parallel.data_parallel_size
         weight = max(1, -(-of_state // of_block))
+        config.reasons["cache.block_files.limit"] = (
+            f"kv_offloading_folder_size is {options.kv_offloading_folder_size} GiB"
+        )
         files = BlockFilesConfig(folder, most_bytes // of_block, most_bytes * replicas, weight)
     return replace(config.cache, host_blocks=num_blocks, host_states=num_states, block_files=files)
 

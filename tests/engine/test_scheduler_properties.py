@@ -212,7 +212,9 @@ def test_a_heavy_load_is_served_in_full(
     seed ^= part << 33  # other loads in each part
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8, 16])
-    with_masks = rng.random() < 0.7
+    with_masks, prefix_caching = rng.random() < 0.7, rng.random() < 0.8
+    num_snapshots = rng.choice([0, 1, 3, 40]) if prefix_caching else 0
+    snapshots = StateSnapshots(num_snapshots, block_size, least_gain=1) if num_snapshots else None
     engine = SimulatedEngine(
         block_size=block_size,
         num_blocks=rng.choice([60, 100, 200, 1000]) // block_size,
@@ -220,14 +222,14 @@ def test_a_heavy_load_is_served_in_full(
         max_num_seqs=rng.choice([1, 4, 32]),
         max_model_len=rng.choice([40, 80]),
         policy=policy,
-        prefix_caching=rng.random() < 0.8,
+        prefix_caching=prefix_caching,
         steps_in_flight=steps_in_flight,
         num_micro_batches=num_micro_batches,
         max_new_tokens_per_step=max_new_tokens_per_step,
         yields=yields_of(seed),
-        num_snapshots=rng.choice([0, 1, 3, 40]),
+        snapshots=snapshots,
         draft_length=draft_length_of(max_new_tokens_per_step, rng.random() < 0.5),
-        **with_host_blocks(rng.choice([0, 5, 100]), seed),
+        **with_host_blocks(rng.choice([0, 5, 100]), seed, snapshots),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

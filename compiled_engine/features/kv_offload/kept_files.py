@@ -78,9 +78,9 @@ class KeptFiles:
         self._to_remove.append(name)  # other ranks may have it
 
     def take_removed(self) -> list[str]:
-        """Return the names of files to remove, each once."""
+        """Return the names of files to remove, each once. Files that are written again meanwhile stay."""
         removed, self._to_remove = self._to_remove, []
-        return removed
+        return [name for name in removed if name not in self._writes]
 
     def stop(self) -> None:
         """Read and write no more files."""

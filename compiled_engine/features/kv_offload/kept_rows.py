@@ -77,6 +77,13 @@ class KeptRows:
         self.saved += len(copies.slots)
         return copies
 
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Note the use of rows on the device, so that they are not the first to leave host memory and files."""
+        for block_hash in hashes:
+            self.slots.use(block_hash)
+            if self._files.are_used and (name := self.name_of(block_hash)) in self._files:
+                self._files.use(name)
+
     # Copies back
 
     def begin_load(self, hashes: Sequence[bytes]) -> list[tuple[int, str | None]]:

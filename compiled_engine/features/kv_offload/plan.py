@@ -338,6 +338,12 @@ class HostBlocks(PlanFeature):
         hits = max(0, request.num_computed_tokens - self._has_waited.pop(request, sys.maxsize))
         self._counts["queries"] += len(request.token_ids) - request.num_computed_tokens + hits
         self._counts["hits"] += hits
+        if request.num_computed_tokens and self._group is not None:
+            count = request.num_computed_tokens // self._group.block_size
+            hashes = leading_hashes(request, self._group.block_size, count)[:count]
+            self._blocks.use(hashes)
+            if self._states is not None:
+                self._states.use(hashes[-1:])
 
     def ended(self, request: Request) -> None:
         self._has_waited.pop(request, None)

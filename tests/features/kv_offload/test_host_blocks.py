@@ -16,6 +16,7 @@ import pytest
 from lagging_copies import NUM_RANKS, LaggingCopies
 from simulated_engine import SimulatedEngine
 
+from compiled_engine.engine.block_pool import hash_blocks
 from compiled_engine.features.kv_offload.block_files import BlockFiles
 from compiled_engine.features.kv_offload.file_index import FileIndex
 from compiled_engine.features.kv_offload.plan import HostBlocks
@@ -288,6 +289,23 @@ def test_every_token_is_right_with_files_under_random_operations(
     assert totals["kv_offload_read_states"] > 2
     assert totals["found again"] > 3
     assert totals["kv_offload_file_errors"] > 0 or not faults
+
+
+def test_files_of_a_prefix_that_the_kv_cache_has_stay(tmp_path: Path) -> None:
+    """The prefix is used all the time and never read, so its files were written long ago."""
+    copies, index = LaggingCopies(random.Random(0), lag=0.0), restarted_index(tmp_path, (), 14)
+    blocks = HostBlocks(64, copies.call, index, least_tokens=1, together=1)
+    engine = SimulatedEngine(block_size=4, num_blocks=16, max_num_seqs=2, further=[blocks], copies=copies)
+    for name in range(1, 6):
+        cached_tokens(engine, f"used.{name}", [0] * 25)
+        cached_tokens(engine, f"r{name}", [name] * 25)
+    used = engine.add("last", [0] * 25, params=ONE)
+    hashes: list[bytes] = []
+    hash_blocks(hashes, used.request.prefix_root, used.request.prompt_token_ids, 4)
+    assert len(index) == 14
+    assert all(each.hex() in index for each in hashes)
+    engine.run()
+    blocks.close()
 
 
 def test_a_reset_ends_the_use_of_files(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from families import family, write_checkpoint
 from image_engines import Oracle, Outputs, Prompt, outputs_of, running
 
 from compiled_engine import LoRARequest
+from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.recurrences import snapshot_bytes
 from compiled_engine.sampling.params import SamplingParams
 
 SIZE, NUM_BLOCKS = 16, 40
@@ -131,6 +133,30 @@ def test_states_come_back_with_their_blocks(case: str, tmp_path: Path) -> None:
         assert metrics["kv_offload_loaded_states"] >= 6
         assert (metrics["kv_offload_read_states"] > 0) == is_restart
         assert 0 < metrics["kv_offload_bytes"] <= 0.02 * (1 << 30)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_blocks_and_snapshots_divide_host_memory(name: str, tmp_path: Path) -> None:
+    """Half of it is for snapshots, unless each block has one: those of LFM2 are small."""
+    write_checkpoint(tmp_path, family(name))
+    given = {"device": "cpu", "mode": "eager", "kv_offloading_folder": tmp_path / "files"}
+    config = resolve(EngineOptions(tmp_path, kv_offloading_size=0.01, **given))
+    cache, of_state = config.cache, snapshot_bytes(config.model, 1)
+    of_block = block_bytes(config)
+    used = cache.host_blocks * of_block + cache.host_states * of_state
+    assert 0.01 * (1 << 30) - of_block - of_state < used <= 0.01 * (1 << 30)
+    assert 1 <= cache.host_states <= cache.host_blocks
+    assert cache.host_states * of_state <= 0.005 * (1 << 30)
+    assert cache.block_files is not None
+    assert cache.block_files.state_weight == -(-of_state // of_block)
+    assert f"a snapshot of recurrent states {of_state:,}" in config.reasons["cache.host_states"]
+    folder = cache.block_files.folder
+    for changed in ({"max_num_seqs": 2}, {"num_state_snapshots": 3}):
+        other = resolve(EngineOptions(tmp_path, kv_offloading_size=0.01, **given | changed)).cache.block_files
+        assert other is not None
+        assert other.folder == folder, "a limit changes which files are found"
+    with pytest.raises(ValueError, match="a block and a snapshot of recurrent states, to the"):
+        resolve(EngineOptions(tmp_path, kv_offloading_size=of_block / (1 << 30), **given))
 
 
 @pytest.mark.usefixtures("one_thread")
