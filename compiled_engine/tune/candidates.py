@@ -93,7 +93,8 @@ def _distance(case: LinearCase, measured: Fastest[AnyTiles]) -> float:
 def _small_tiles(profiles: Sequence[DeviceProfile], case: LinearCase) -> Iterator[Fastest[Tiles]]:
     for (tokens, rows, k, gated), tiles in (item for profile in profiles for item in profile.tiles.items()):
         if (tokens, gated) == (case.num_tokens, case.silu_mul):
-            yield Fastest(rows, k, Tiles(**tiles))
+            fields: dict[str, Any] = tiles  # type: ignore[assignment]
+            yield Fastest(rows, k, Tiles(**fields))
 
 
 def _hopper_tiles(profiles: Sequence[DeviceProfile], case: LinearCase) -> Iterator[Fastest[HopperTiles]]:

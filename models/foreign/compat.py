@@ -73,7 +73,6 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
-@cache
 def mixed(ours: type, theirs: type) -> type:
     """Return a class with the methods of `ours` before those of `theirs`, under the name of `theirs`.
 
@@ -82,6 +81,12 @@ def mixed(ours: type, theirs: type) -> type:
     An object keeps its parameters' names if its class is replaced by this one. transformers treats a class whose
     __module__ is not its own as custom code, without weight conversions.
     """
+    made: type = _mixed(ours, theirs)
+    return made
+
+
+@cache
+def _mixed(ours: Any, theirs: Any) -> Any:
     return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})
 
 
