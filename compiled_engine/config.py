@@ -570,7 +570,7 @@ class EngineConfig:
     kv_events: KVEventsConfig | None  # None: no events of the prefix cache are published
     sleeps: bool  # it may give its memory back while it is idle
     logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
-    batch_invariant: bool = False  # a request gets the same bits whatever shares its steps
+    batch_invariant: bool  # a request gets the same bits whatever shares its steps
 
     @property
     def max_new_tokens_per_step(self) -> int:

@@ -162,6 +162,7 @@ PERTURBED: dict[str, Any] = {
     "reasons": {"device": "another"},
     "sleeps": True,
     "logprobs_mode": "processed_logprobs",
+    "batch_invariant": True,
     "speculation.method": "ngram",
     "speculation.num_tokens": 3,
     "speculation.lookup_max": 5,

@@ -63,4 +63,5 @@ BASE = EngineConfig(
     kv_events=None,
     sleeps=False,
     logprobs_mode="raw_logprobs",
+    batch_invariant=False,
 )
