@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from compiled_engine.features.kv_offload.host_memory import HostMemory
+from compiled_engine.features.kv_offload.layer_rows import LayerRows
 from compiled_engine.rows.staged_writes import upload
 
 # Bytes of a buffer on the device in which rows are gathered; a row that is larger has more.
@@ -39,8 +40,16 @@ class HostRows:
     def row_bytes(self) -> int:
         return self._staging.shape[-1]
 
+    @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Dry-run the launches of copies, see StepFeature.compile_kernels. Otherwise they copy a row to itself."""
+        layers, row = LayerRows(self._tensors()), torch.zeros(1, dtype=torch.int64, device=self._device)
+        buffer = torch.empty((1, self._count_bytes()), dtype=torch.uint8, device=self._device)
+        layers.gather(row, buffer)
+        layers.scatter(row, buffer)
+
     def allocate_staging(self) -> None:
-        row_bytes = sum(tensor[0].nbytes for tensor in self._tensors())
+        row_bytes = self._count_bytes()
         rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
 
@@ -55,10 +64,10 @@ class HostRows:
     def copy_out(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Copy rows to slots, on a GPU in the current stream."""
         self.stored += len(rows)
+        layers = LayerRows(self._tensors())
         for part_slots, part_rows in self._divided(slots, rows):
             indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
-            for tensor, part in self._parts(staging):
-                part.copy_(tensor.index_select(0, indices))
+            layers.gather(indices, staging)
             for start, stop in _runs(part_slots):
                 first = part_slots[start]
                 self._slots[first : first + stop - start].copy_(staging[start:stop], non_blocking=True)
@@ -67,13 +76,13 @@ class HostRows:
     def copy_in(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Copy slots to rows, on a GPU in the current stream."""
         self.loaded += len(rows)
+        layers = LayerRows(self._tensors())
         for part_slots, part_rows in self._divided(slots, rows):
             indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
             for start, stop in _runs(part_slots):
                 first = part_slots[start]
                 staging[start:stop].copy_(self._slots[first : first + stop - start], non_blocking=True)
-            for tensor, part in self._parts(staging):
-                tensor.index_copy_(0, indices, part)
+            layers.scatter(indices, staging)
 
     def close(self) -> None:
         """Give the memory back. No copy may be running."""
@@ -81,6 +90,9 @@ class HostRows:
             self._host.close()
         self._host = None
         self._tensors, self._staging = tuple, torch.empty(0)
+
+    def _count_bytes(self) -> int:
+        return sum(tensor[0].nbytes for tensor in self._tensors())
 
     @property
     def _slots(self) -> torch.Tensor:
@@ -93,16 +105,6 @@ class HostRows:
         for start in range(0, len(pairs), len(self._staging)):
             part = pairs[start : start + len(self._staging)]
             yield [slot for slot, _ in part], [row for _, row in part]
-
-    def _parts(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each tensor [N, words] and its part of the staging buffer, in the widest words that fit all."""
-        tensors = [tensor.view(torch.uint8).flatten(1) for tensor in self._tensors() if tensor.numel()]
-        word = torch.int64 if all(tensor.shape[1] % 8 == 0 for tensor in tensors) else torch.uint8
-        start = 0
-        for tensor in tensors:
-            stop = start + tensor.shape[1]
-            yield tensor.view(word), staging.view(word)[:, start // word.itemsize : stop // word.itemsize]
-            start = stop
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

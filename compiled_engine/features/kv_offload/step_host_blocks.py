@@ -66,6 +66,10 @@ class StepHostBlocks(StepFeature):
         self._writes: list[tuple[str, Future[bool]]] = []
         self._files: BlockFiles | None = None
 
+    def compile_kernels(self) -> None:
+        for rows in self._kinds.values():
+            rows.compile_kernels()
+
     def start_up(self, progress: Progress) -> int:
         """Allocate the staging buffers, before the KV cache takes what is left of the device's memory."""
         for rows in self._kinds.values():
