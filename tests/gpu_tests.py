@@ -32,7 +32,7 @@ import torch
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
 MOST_PROCESSES = 16  # for each GPU
-MOST_OF_PAIRS = 4  # for each two GPUs: their tests wait for each other's ranks
+MOST_OF_PAIRS = 8  # for each two GPUs: their tests wait for each other's ranks
 # Folders of tests that start engines: some take as long as a hundred of a kernel, and would keep the others waiting.
 OF_ENGINES = ("gpu", "engine", "graphs", "models", "recurrence")
 NUM_SLOWEST = 40  # tests of a stage whose seconds are kept

@@ -102,7 +102,7 @@ def tune_device(
 
 
 def _candidates(device: str, *, quick: bool) -> Candidates:
-    num_sms = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    num_sms = multiprocessors(torch.device("cuda"))
     if not quick:
         return all_candidates(num_sms)
     own = load_profile(device)

@@ -46,7 +46,11 @@ def test_what_wants_the_gpu_for_itself_comes_last() -> None:
     together, pairs, alone = stages_of(gpu_tests.TESTS)
     assert {"test_gpu_starts.py", "test_gpu_engine.py", "test_attention.py"} <= {path.name for path in together.files}
     assert (alone.alone, set(alone.files) <= set(together.files)) == (True, True)
-    assert [path.name for path in pairs.files] == ["test_gpu_ranks.py", "test_gpu_windows.py"]
+    assert [path.name for path in pairs.files] == [
+        "test_gpu_ranks.py",
+        "test_gpu_weight_updates.py",
+        "test_gpu_windows.py",
+    ]
     assert (pairs.gpus, pairs.alone) == (2, False)
 
 

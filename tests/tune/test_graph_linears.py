@@ -117,6 +117,7 @@ def test_every_kernel_is_tuned_for_what_the_graph_calls(tmp_path: Path, monkeypa
     tuned: dict[str, list[LinearCase]] = {}
     monkeypatch.setattr(device_tuning, "device_name", lambda: "A GPU")
     monkeypatch.setattr(device_tuning, "is_hopper", lambda: False)
+    monkeypatch.setattr(device_tuning, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(device_tuning, "compile_first", lambda launches, progress: None)
     for name in ("tune_linears", "tune_hopper_linears", "tune_products"):
         monkeypatch.setattr(device_tuning, name, lambda cases, *others, name=name: tuned.setdefault(name, cases)[:0])
