@@ -122,5 +122,5 @@ def test_snapshots_are_free_or_used() -> None:
     snapshots = StateSnapshots(2, 4)
     snapshots.check_integrity([])
     snapshots._free.append(0)
-    with pytest.raises(RuntimeError, match=r"of 2 slots of snapshots these are free or used: \[0, 0, 1\]"):
+    with pytest.raises(RuntimeError, match=r"of 2 slots of snapshots these are free, used or filled: \[0, 0, 1\]"):
         snapshots.check_integrity([])
