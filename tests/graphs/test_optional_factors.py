@@ -84,6 +84,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             **{"mrope_section": (2, 3, 3), "mrope_interleaved": True, "temporal_patch_size": 2, "merge_size": 2},
             **{"window_size": 16, "table_side": 6, "tile_size": 24, "tile_patches": 36, "tile_embeddings": 9},
             "resolutions": ((24, 48),),
+            **{"stated_positions": True, "both_ways_in_windows": True, "most_rows": 10, "layer_token_id": 0},
         },
         {},
     ),
