@@ -7,7 +7,6 @@ variants alike.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +39,7 @@ from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.parallel.rank_share import local_model
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 
@@ -369,7 +369,7 @@ def prepare_with(config: EngineConfig, sizes: ModelSizes) -> Preparation:
 
     There is at least one. Each process's KV cache has room for one request of the full context length.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if config.device.type == "cuda":
         memory = torch.cuda.get_device_properties(config.device).total_memory
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from compiled_engine.process.cores import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,9 @@ def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
 
 def host_record() -> dict[str, Any]:
     """Return the processor, its usable cores, the memory in bytes, and the system."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": processor(),
-        "cores": cores,
+        "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.system(),
     }

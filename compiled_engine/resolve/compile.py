@@ -14,6 +14,7 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import load_plugins, passes_of_quantised, passes_of_ranks, registered_passes
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.resolve.folders import resolve_cache_dir
 from compiled_engine.schema import require_defaults
 
@@ -149,6 +150,6 @@ def _ranges(
 def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     if options.compile_workers is not None:
         return options.compile_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     reasons["compile.workers"] = f"{cores} cores; separate processes are worthwhile from {MIN_CORES_FOR_WORKERS} on"
     return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from compiled_engine.config import ImageInput, ModelConfig
 from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, image_processor_settings
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.schema import is_integer, read_mapping, require_defaults
 from compiled_engine.vision import VisionDescription
 
@@ -48,7 +48,7 @@ def resolve_image_input(
         return None
     num_workers = options.image_workers
     if num_workers is None:
-        num_workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+        num_workers = max(1, min(4, usable_cores() // 2))
         reasons["image_input.num_workers"] = "half of the cores, 1 to 4"
     return ImageInput(
         placeholder=_placeholder(model.path, vision),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from compiled_engine.attention.backend import choose_backend
@@ -11,6 +9,7 @@ from compiled_engine.attention.case import AttentionCase
 from compiled_engine.config import ModelConfig, SchedulerConfig
 from compiled_engine.models.checkpoint.speech_rules import read_speech_rules
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.resolve.image_input import GIB
 from compiled_engine.resolve.speculation import read_speculation
 from compiled_engine.schema import require_defaults
@@ -60,7 +59,7 @@ def resolve_speech(
         reasons["speech.step_clips"] = "those whose positions are as many as a step has tokens"
     num_workers = options.audio_workers
     if num_workers is None:
-        num_workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+        num_workers = max(1, min(4, usable_cores() // 2))
         reasons["speech.num_workers"] = "half of the cores, 1 to 4"
     heads = speech.num_heads
     case = AttentionCase(device.type, model.dtype, heads, heads, speech.head_dim, cache=None, causal=False)

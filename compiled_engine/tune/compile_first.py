@@ -4,7 +4,6 @@ more.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 
 from compiled_engine.kernels.cache_folder import kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linears import AnyTiles, Chain, Linear, LinearCase
 
@@ -36,7 +36,7 @@ def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
 
     Kernels that cannot be built are skipped.
     """
-    count = len(os.sched_getaffinity(0))
+    count = usable_cores()
     device = torch.cuda.current_device()
     with (
         kernels_in(None),  # CheckedFiles lets threads load launchers concurrently

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedMedia
 from compiled_engine.features.images.frontend.sources import MediaSource
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.smallest_first import Stopped, WorkStopped
 from compiled_engine.process.worker_pool import WorkerPool
@@ -298,8 +298,7 @@ class MediaProcessing:
 
 def threads_of_each(num_workers: int) -> int:
     """Return the number of threads with which each of these processes computes, so that together they use the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores // num_workers))
+    return max(1, min(MOST_THREADS, usable_cores() // num_workers))
 
 
 def missing_packages() -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from functools import cache
 from typing import Any
 
 from compiled_engine.features.structured.grammars.trials import GrammarTrials
+from compiled_engine.process.cores import usable_cores
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 # Grammars of at most this many characters do not wait for larger ones.
@@ -36,7 +36,7 @@ MOST_GBNF_RULES = 1000
 
 def mask_threads() -> int:
     """Return the number of threads that fill masks. Most masks take so little time that more threads would wait."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(8, usable_cores() // 2))
 
 
 def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
