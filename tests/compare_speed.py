@@ -1,4 +1,4 @@
-"""Compares the speed of two commits on one machine: decode steps, and a throughput row of the main table.
+"""Compares the speed of two commits on one machine: decode steps, and rows of the main table.
 
     python tests/compare_speed.py HEAD~3 HEAD -o result.json
     python tests/compare_speed.py main . --rounds 2 --steps 16
@@ -119,7 +119,7 @@ def copy_tree(given: Path, to: Path) -> None:
             shutil.copy(given / name, to / name)
 
 
-def measure(side: Side, batches: Sequence[int], steps: int, row: str | None, more: Sequence[str]) -> None:
+def measure(side: Side, batches: Sequence[int], steps: int, rows: Sequence[str], more: Sequence[str]) -> None:
     """One round of a side."""
     on_gpu = torch.cuda.is_available()
     words = ["bench", "step", *(word for batch in batches for word in ("--batch", str(batch))), "--steps", str(steps)]
@@ -128,8 +128,9 @@ def measure(side: Side, batches: Sequence[int], steps: int, row: str | None, mor
         for lap in LAPS:
             if record[lap] is not None:
                 side.take(f"{lap} of {record['batch_size']}", "us", record[lap]["median"])
-    if row is not None:
-        for record in side.run(["bench", "table", "--rows", row, "--repeats", "1"])["rows"]:
+    if rows:
+        patterns = [word for row in rows for word in ("--rows", row)]
+        for record in side.run(["bench", "table", *patterns, "--repeats", "1"])["rows"]:
             side.take(record["id"], record["unit"], record["measured"]["median"])
 
 
@@ -154,24 +155,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, action="append", help="requests of a step; default: 1, 8 and 64")
     parser.add_argument("--steps", type=int, default=64, help="steps of a round")
-    parser.add_argument("--row", help="row of the main table; default: workload T of the model; '' for none")
+    parser.add_argument("--row", action="append", help="rows of the main table; default: workload T; '' for none")
     parser.add_argument("--output", "-o", type=Path, help="file for the JSON, which is printed too")
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     arguments, more = parser.parse_args(own), words[len(own) + 1 :]
-    row = arguments.row
-    if row is None:
-        row = ROW_ON_A_GPU if torch.cuda.is_available() else ROW_ON_A_CPU
+    rows = arguments.row or [ROW_ON_A_GPU if torch.cuda.is_available() else ROW_ON_A_CPU]
+    rows = [row for row in rows if row]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="compare-speed-") as temporary:
         sides = [install(name, given, Path(temporary)) for name, given in (("a", arguments.a), ("b", arguments.b))]
         batches = arguments.batch or [1, 8, 64]
         for side in sides:
-            measure(side, batches, arguments.steps, row or None, more)
+            measure(side, batches, arguments.steps, rows, more)
             side.figures.clear()  # the start compiled, and kernels were loaded
         for number in range(arguments.rounds):
             for side in sides[:: -1 if number % 2 else 1]:
-                measure(side, batches, arguments.steps, row or None, more)
+                measure(side, batches, arguments.steps, rows, more)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
     a, b = sides
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
