@@ -100,10 +100,13 @@ class Compilation(NamedTuple):
 Shape = tuple[int, int, int]
 
 
-def prefill(dtype: torch.dtype, shape: Shape, max_seq_len: int, coded: bool = False) -> Compilation:
+def prefill(
+    dtype: torch.dtype, shape: Shape, max_seq_len: int, coded: bool = False, shared: bool = False
+) -> Compilation:
     tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
     programs = 1 if coded and dtype.itemsize == 4 else tiles.programs
-    return Compilation.of(prefill_kernel, tiles, programs, TILE_M=tiles.rows, MAX_SPLITS=MAX_LISTED_SPLITS)
+    partials = {} if shared else dict.fromkeys(("partial_ptr", "partial_max_ptr", "partial_sum_ptr"))
+    return Compilation.of(prefill_kernel, tiles, programs, TILE_M=tiles.rows, MAX_SPLITS=MAX_LISTED_SPLITS, **partials)
 
 
 def decode(dtype: torch.dtype, shape: Shape, programs: int, query_len: int = 1) -> Compilation:
@@ -216,10 +219,19 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, ma
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one())
+def test_prefill_with_shared_keys(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
+    compilation = prefill(dtype, shape, SHORT_CONTEXT + 1, shared=True)
+    ptx = check(compilation, dtype, shape, spilled=136 if shape[2] == 256 else 16)
+    assert "atom.global.gpu.acq_rel" in ptx or "atom.acq_rel.gpu.global" in ptx
+    assert ("wgmma" in ptx) == (dtype != torch.float32)
+    assert "cp.async.cg.shared.global" in ptx
+
+
 @pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 def test_prefill_of_images(check: Callable[..., str], max_seq_len: int) -> None:
     dtype, shape = torch.bfloat16, (8, 4, 256)  # of Gemma 3
-    ptx = check(prefill(dtype, shape, max_seq_len)._replace(images=True), dtype, shape, spilled=104)
+    ptx = check(prefill(dtype, shape, max_seq_len)._replace(images=True), dtype, shape, spilled=136)
     assert "wgmma" in ptx
 
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, first_read, seen
-from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
+from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of, tile_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launcher import quick_launches
@@ -94,7 +94,7 @@ def heads_of(*numbers: Any) -> Heads:
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return (K/V head, request, first query) of an item; request 0 and query 0 past the last item."""
-    tile_ptr = batch.tiles_ptr + 2 * (item // HEADS.num_kv_heads)
+    tile_ptr = batch.tiles_ptr + tile_length(HEADS.num_kv_heads) * (item // HEADS.num_kv_heads)
     there = item < batch.num_items
     return item % HEADS.num_kv_heads, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
 

@@ -33,7 +33,13 @@ from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_latents import attend_latents, require_sizes, write_latents
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
-from compiled_engine.attention.backends.triton_prefill import PrefillTiles, fewest_rows, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import (
+    KeySplits,
+    PrefillTiles,
+    fewest_rows,
+    prefill,
+    prefill_tiles,
+)
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.wide_tiles import is_wide, most_rows
@@ -231,6 +237,9 @@ def _attend_listed(
     if has_prompts and is_coded(kv_cache_N2PKd.dtype) and batch.num_tokens >= FEWEST_TOKENS:
         # Before the decodes: prefill kernels start when all that came before these has ended.
         decoded = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, batch, scoring)
+    splits = None
+    if has_prompts and decoded is None:  # before the partial results of decodes, which run at the same time
+        splits = KeySplits.of(out_THd, layout, tiles, num_sms, batch.max_seq_len)
     listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, batch.min_keys, num_sms, scoring)
     if not has_prompts:
         return
@@ -238,7 +247,7 @@ def _attend_listed(
         if step.keys_ahead_T is None and on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
             hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
         else:
-            prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)
+            prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles, splits)
 
 
 BACKEND: AttentionBackend = TritonBackend()

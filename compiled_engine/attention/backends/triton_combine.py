@@ -16,6 +16,7 @@ from compiled_engine.attention.backends.triton_tile import (
     head_elements,
     head_masks,
     keys_of_rows,
+    normalised,
     scales,
     store_parts,
 )
@@ -45,6 +46,12 @@ class Partials(NamedTuple):
         acc = out_THd.new_empty((*shape, head_dim), dtype=torch.float32)
         # Iterating over the tensor would take the host twice as long.
         return cls(acc, *out_THd.new_empty((2, *shape), dtype=torch.float32).unbind())
+
+    @classmethod
+    def of_rows(cls, out_THd: torch.Tensor, num_rows: int) -> Partials:
+        """Return buffers for rows of single heads: acc [R, d], max and sum [R]."""
+        acc = out_THd.new_empty((num_rows, out_THd.shape[2]), dtype=torch.float32)
+        return cls(acc, *out_THd.new_empty((2, num_rows), dtype=torch.float32).unbind())
 
 
 @triton.jit
@@ -103,6 +110,48 @@ def combined(
     if sinks_ptr is not None:
         total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E - largest * scale_log2)
     return tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def store_combined(
+    out_ptrs_M: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    partials_M: tl.tensor,
+    mask_M: tl.tensor,
+    num_splits: tl.tensor,
+    sinks_ptr: tl.tensor,
+    heads_M: tl.tensor,
+    scale_log2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> None:
+    """Store the results of the rows of a tile, combined from what `store_partials` stored in this launch.
+
+    out_ptrs_M: pointers to the result of each row's head. mask_M: rows to store.
+    partials_M: the index of each row's partial result of the first split; those of the next split follow TILE_M later.
+    sinks_ptr, heads_M: see normalised. TILE_D: elements that are combined together.
+    """
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    for split in range(num_splits):
+        ptrs_M = partial_max_ptr + partials_M + split * TILE_M
+        max_M = tl.maximum(max_M, tl.load(ptrs_M, mask=mask_M, other=LOWEST, cache_modifier=".cg"))
+    for start in range(0, HEAD_DIM, TILE_D):
+        d_D = start + tl.arange(0, TILE_D)
+        mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+        acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+        sum_M = tl.zeros([TILE_M], tl.float32)
+        for split in range(num_splits):
+            split_M = partials_M + split * TILE_M
+            split_max_M = tl.load(partial_max_ptr + split_M, mask=mask_M, other=LOWEST, cache_modifier=".cg")
+            weight_M = tl.exp2((split_max_M - max_M) * scale_log2)
+            sum_M += weight_M * tl.load(partial_sum_ptr + split_M, mask=mask_M, other=0.0, cache_modifier=".cg")
+            ptrs_MD = partial_ptr + split_M[:, None] * HEAD_DIM + d_D[None, :]
+            acc_MD += weight_M[:, None] * tl.load(ptrs_MD, mask=mask_MD, other=0.0, cache_modifier=".cg")
+        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
+        tl.store(out_ptrs_M[:, None] + d_D[None, :], out_MD.to(out_ptrs_M.dtype.element_ty), mask=mask_MD)
 
 
 @quick_launches

@@ -10,7 +10,8 @@ The list consists of these parts, int32, in order:
 arrived [R, K]: how many splits of a request's K/V head have stored partial results in this layer.
 splits [R * MAX_LISTED_SPLITS]: request * MAX_LISTED_SPLITS + number of the split. A request has as many splits as any
     layer may need.
-tiles [., 2]: the request, and its first query in the tile.
+tiles [., 2 + K]: the request, its first query in the tile, and for each K/V head how many splits of the tile's keys
+    have stored partial results in this layer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from compiled_engine.kernels.launcher import quick_launches
 HEADER = 4
 # Requests that a program reads together.
 SEARCH_WIDTH = tl.constexpr(256)
+
+
+@triton.constexpr_function
+def tile_length(num_kv_heads: int) -> int:
+    """Return the int32 elements of a tile in the list."""
+    return 2 + num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,17 @@ class WorkLayout:
     def tiles(self) -> int:
         return self.splits + self.num_requests * MAX_LISTED_SPLITS
 
+    @property
+    def tile_length(self) -> int:
+        return tile_length(self.num_kv_heads)
+
     def most_tiles(self, num_tokens: int) -> int:
         """Return the largest number of tiles of num_tokens tokens; each request's last tile may be partly filled."""
         return num_tokens // self.queries + self.num_requests
 
     def length(self, num_tokens: int) -> int:
         """Return the length of the work list, in int32 elements, for any batch of up to num_tokens tokens."""
-        return self.tiles + 2 * self.most_tiles(num_tokens)
+        return self.tiles + self.tile_length * self.most_tiles(num_tokens)
 
 
 @triton.jit
@@ -156,12 +167,17 @@ def list_kernel(
     splits_S = tl.arange(0, MAX_SPLITS)
     tl.store(splits_ptr + first_split + splits_S, request * MAX_SPLITS + splits_S, mask=splits_S < num_splits)
     tiles_ptr = splits_ptr + num_requests * MAX_SPLITS
+    TILE_LENGTH: tl.constexpr = tile_length(NUM_KV_HEADS)
     # Later tiles see more keys: they come first, so that short ones fill up the end.
     for start in range(0, num_tiles, SEARCH_WIDTH):
         tiles_S = start + tl.arange(0, SEARCH_WIDTH)
-        item_ptrs_S = tiles_ptr + 2 * (first_tile + num_tiles - 1 - tiles_S)
-        tl.store(item_ptrs_S, tl.zeros([SEARCH_WIDTH], tl.int32) + request, mask=tiles_S < num_tiles)
-        tl.store(item_ptrs_S + 1, tiles_S * QUERIES, mask=tiles_S < num_tiles)
+        there_S = tiles_S < num_tiles
+        item_ptrs_S = tiles_ptr + TILE_LENGTH * (first_tile + num_tiles - 1 - tiles_S)
+        tl.store(item_ptrs_S, tl.zeros([SEARCH_WIDTH], tl.int32) + request, mask=there_S)
+        tl.store(item_ptrs_S + 1, tiles_S * QUERIES, mask=there_S)
+        arrived_ptrs_SK = item_ptrs_S[:, None] + 2 + heads_K[None, :]
+        mask_SK = there_S[:, None] & (heads_K < NUM_KV_HEADS)[None, :]
+        tl.store(arrived_ptrs_SK, tl.zeros([SEARCH_WIDTH, TILE_K], tl.int32), mask=mask_SK)
     if request == num_requests - 1:
         tl.store(work_ptr, first_split + num_splits)
         tl.store(work_ptr + 1, first_tile + num_tiles)
