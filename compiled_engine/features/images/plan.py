@@ -88,13 +88,14 @@ class ImagePlan(PlanFeature):
         self._counts["images"] += len(given.images)
 
     def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:
-        """Take a part of the pixels of images, see `calls_of`."""
+        """Store a piece of an image's pixels. The arguments are those of the control calls that `calls_of` makes."""
         self.pixels.give(key, number, count, piece)
 
     def may_start(self, request: Request) -> bool:
-        """Let a request wait for pixels, and text overtake an image without room.
+        """Return False while a request must wait: for its pixels, or behind an image that a step could not take.
 
-        Nothing overtakes an image without tokens, which decodes take. Images are computed in the order of requests.
+        Requests without images overtake an image that lacks room for its embeddings. No request overtakes an image that
+        lacks tokens of the step, which decodes have taken. Images are computed in the order of requests.
         """
         if (number := self._awaited.get(request)) is not None:
             if not self._is_here(image := self._images[request][number]):
@@ -152,7 +153,7 @@ class ImagePlan(PlanFeature):
         return self._cache.has(image.key) or bool(image.inputs) or self.pixels.has(image.key)
 
     def _ask(self, request: Request, number: int) -> None:
-        """Ask for the pixels of a request's image, and of those behind it."""
+        """Ask for the pixels of the request's image with this index, and of its later images."""
         runs = request.status is RequestStatus.RUNNING
         for place, image in enumerate(self._images[request][number:]):
             if self._is_here(image):
@@ -162,7 +163,7 @@ class ImagePlan(PlanFeature):
                 return
 
     def _place(self, request: Request, number: int, image: PromptImage) -> bool:
-        """Let a request hold an image, which the step computes if the cache lacks it; returns False without room."""
+        """Let a request hold an image, and the step compute it if the cache lacks it. Returns False without room."""
         if self._cache.holds(request, number):
             return True
         held, count = self._cache.hold(request, number, image.key), image.num_embeddings
@@ -190,7 +191,7 @@ class ImagePlan(PlanFeature):
         return (count <= self._left or self._left == self._config.step_size) and self._cache.can_add(count)
 
     def built(self, builder: StepBuilder) -> None:
-        """Cancel what an empty step would have computed."""
+        """Cancel the images that the step would compute, if it is empty."""
         if builder.is_empty:
             self._cache.unregister([held.place for held, _ in self._computed])
             self._reset()
@@ -223,7 +224,6 @@ class ImagePlan(PlanFeature):
         return {**self._counts, **rows}
 
     def _reset(self) -> None:
-        """Begin another step."""
         self._left = self._config.step_size
         self._computed, self._placed, self._passing = [], {}, []
         self._lacks_room = self._lacks_tokens = False

@@ -86,7 +86,7 @@ class Drafter(StepFeature, ABC):
 
     @abstractmethod
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the passes' kernels outside the draft model or head, over padding.
+        """Launch the kernels of a pass except those of the draft model or head, over padding.
 
         alone: only this rank does so, as in a dry run; it must not wait for other ranks.
         """

@@ -39,8 +39,8 @@ def main() -> None:
     "mode", "shape": see MediaSource, "output": path of the file to write, "settings": arguments of the processor}.
     An answer is {"token_ids": those that replace a placeholder, "placeholder": token id of a placeholder,
     "tensors": [[name, dtype, shape, bytes]]}, whose elements follow each other in the output; or {"error": text},
-    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. A
-    message {} asks for the latter alone.
+    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. The
+    message {} only asks whether images can be processed.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -87,7 +87,7 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
 
 
 def bound_memory(more: int) -> None:
-    """Let this process use at most these bytes more than it does, where the system can bound them."""
+    """Limit the memory of this process to what it uses now and `more` bytes, if the system supports limits."""
     with suppress(OSError, ValueError, AttributeError):
         pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
         most = pages * resource.getpagesize() + more

@@ -62,7 +62,7 @@ Decoding = Generator[Asked, RequestOutput, Result]
 
 
 class Transcribing(NamedTuple):
-    """The work of a transcription, which nothing has begun.
+    """The work of a transcription that has not begun.
 
     detecting: returns the language. parts: given it, the decodings of the audio's parts in their order; none of them
     depends on another. duration: of the audio, in seconds.

@@ -111,7 +111,7 @@ def _character(match: re.Match[str]) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return the schema without keywords that restrict nothing but that the compiler would refuse."""
+    """Return the schema without the keywords that restrict nothing and that the compiler would refuse."""
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]
     if not isinstance(schema, dict):
