@@ -152,7 +152,7 @@ class GraphSupport(Enum):
 
 
 def no_short_contexts(num_requests: int) -> tuple[int, ...]:
-    """Return no context lengths: there are no special kernels for short contexts."""
+    """Return an empty tuple: there are no special kernels for short contexts."""
     return ()
 
 

@@ -43,7 +43,7 @@ def hash_blocks(
     count: int | None = None,
     contents: Sequence[Content] = (),
 ) -> None:
-    """Append to `hashes` until it has the hashes of a sequence's first `count` blocks; None: of all full blocks.
+    """Extend `hashes` to the hashes of a sequence's first `count` blocks. count None: all full blocks.
 
     token_ids: the whole sequence. contents: see EngineRequest.
     """
@@ -80,22 +80,23 @@ class BlockWatcher(Protocol):
     """Watches which blocks of a group can be found by their hashes, while steps are planned and processed."""
 
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Note blocks that can be found from now on. Steps in flight may still have to fill them.
+        """Handle blocks that can be found from now on. Steps in flight may still have to fill them.
 
-        indices: their places in the request's block table, ascending. hashes: of all its leading blocks up to the last.
+        indices: ascending indices of the blocks in the request's block table. hashes: the hashes of the request's first
+        blocks, up to the last of `indices` or further.
         """
         ...
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Note a block that cannot be found any more, because it was allocated again."""
+        """Handle a block that cannot be found any more, because it was allocated again."""
         ...
 
     def dropped(self, block: int, block_hash: bytes) -> None:
-        """Note a block that cannot be found any more, because its contents were not written."""
+        """Handle a block that cannot be found any more, because its contents were not written."""
         ...
 
     def cleared(self) -> None:
-        """Note that no block can be found any more."""
+        """Handle the removal of all hashes: no block can be found any more."""
         ...
 
 
@@ -239,7 +240,7 @@ class Fill:
 class BlockGroup:
     """The blocks of a KV group, a FindableResource, with the block tables of requests.
 
-    A running request may take more blocks, but no more of other resources.
+    A running request may take more blocks. A request takes any other resource only when it is admitted.
     """
 
     kind = "blocks"
@@ -309,7 +310,7 @@ class BlockGroup:
         return fill
 
     def end_fill(self, fill: Fill, filled: Collection[int]) -> None:
-        """Release the blocks of a fill. Those that now have their contents, by index in the prefix, can be found."""
+        """Release the blocks of a fill. filled: indices, in the prefix, of blocks that now have their contents."""
         self._fills.remove(fill)
         new = [index for index in fill.missing if index in filled]
         new = [index for index in new if self.pool.register(fill.blocks[index], fill.hashes[index])]
@@ -341,9 +342,9 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Add the blocks that the request's first `num_tokens` tokens fill, all of them known, to the prefix cache.
+        """Add the blocks that the request's first `num_tokens` tokens fill to the prefix cache.
 
-        Returns how many tokens must be known before another block can be added.
+        These tokens must be known. Returns how many tokens must be known before another block can be added.
         """
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size

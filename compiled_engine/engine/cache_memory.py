@@ -159,5 +159,5 @@ def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> dict
 
 
 def _own_caches(config: EngineConfig, layers: Iterable[int]) -> list[int]:
-    """Return those of the layers that have a KV cache of their own."""
+    """Return the layers that have a KV cache of their own."""
     return [layer for layer in layers if config.model.kv_layer(layer) == layer]

@@ -162,9 +162,9 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def asks(self) -> Sequence[str]:
-        """Keys of data of the request that the core lacks, and that control calls must give it.
+        """Keys of request data that the core lacks, such as images. The frontend must send the data in control calls.
 
-        An output that asks has nothing else.
+        An output with `asks` has no other contents.
         """
         keys: Sequence[str] = self.extras.get(ASKS, ())
         return keys

@@ -1,4 +1,4 @@
-"""Makes TMA descriptors for launches of Hopper's kernels. A Box is the tile ("box") that a TMA copy transfers.
+"""Makes TMA descriptors for launches of Hopper kernels. A Box is the tile ("box") that a TMA copy transfers.
 
 Triton validates each new descriptor, and formats its type for each launch; together this costs the host more than the
 launch itself. A Box validates only its first descriptor, and quick launches (launcher.py) identify the type by the Box.

@@ -51,7 +51,7 @@ def convolve_reference(
 
 
 def _newest(x_TD: torch.Tensor, state_SDN: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the last N inputs of each request including this step's, in their slots, [R, D, N]: its new state."""
+    """Return the new state of each request, [R, D, N]: its last N inputs, this step's included, in their slots."""
     num_slots = state_SDN.shape[2]
     slot_1N = torch.arange(num_slots, device=x_TD.device).unsqueeze(0)
     last_R1 = (sequences.num_before + sequences.lens - 1).unsqueeze(1)
