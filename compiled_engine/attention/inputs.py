@@ -251,7 +251,7 @@ def arguments_of(
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Return the device addresses of a forward's arguments; of KV caches, only those of the first and the last one.
+    """Return the device addresses of a forward's arguments. Of KV caches, only the first and the last are included.
 
     KV caches are only replaced all together, so these two show whether any was replaced.
     """

@@ -165,7 +165,7 @@ class BlockPool:
     def register(self, block: int, block_hash: bytes) -> bool:
         """Register a held block under its hash, unless another block is already registered under this hash.
 
-        Returns whether it was registered. The caller tells the watchers.
+        Returns whether the block was registered. The caller must call the watchers.
         """
         if block_hash in self._block_of_hash:
             return False
@@ -229,7 +229,7 @@ class BlockTable:
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """The leading blocks of a waiting request while a feature fills those that could not be found."""
+    """The leading blocks of a waiting request, while a feature fills the blocks that could not be found."""
 
     request: Request
     hashes: list[bytes]
@@ -255,7 +255,7 @@ class BlockGroup:
         self._fills: list[Fill] = []
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Tell `watcher` from now on which blocks can be found."""
+        """Call `watcher` from now on when blocks can be found, and when they cannot be found any more."""
         self.pool.watchers.append(watcher)
 
     @property
@@ -294,9 +294,9 @@ class BlockGroup:
         self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
     def begin_fill(self, request: Request, count: int) -> Fill:
-        """Hold the leading blocks of a waiting request: those that can be found, and new ones to fill with the others.
+        """Hold the first `count` blocks of a waiting request: cached blocks, and new blocks to fill for the rest.
 
-        Raises RuntimeError if too few blocks are free; `has_room` for `count` blocks says so before.
+        Raises RuntimeError if too few blocks are free, which `has_room` checks before.
         """
         cached = list(self._cached(request, count))
         for block in cached:

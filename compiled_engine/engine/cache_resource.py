@@ -12,7 +12,7 @@ from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):
-    """A resource that knows which part of it each request holds. Requests are compared by identity, not by id."""
+    """A resource that tracks which part of it each request holds. Requests are compared by identity, not by id."""
 
     kind: str  # name of the resource in metrics
 

@@ -1,6 +1,6 @@
 """Runs a rank's model on batches.
 
-`ModelForward` has a table of functions, made at the start, of which each batch calls one. A forward has variants: the
+`ModelForward` has a table of functions, made at the start. Each batch calls one of them. A forward has variants: the
 usual one, "", and others that features choose for a step. Each variant can run whole, or in parts between attention
 ops, so that attention is not captured in a CUDA graph; and with all layers, or with one of each kind. A compiled
 forward of few tokens returns the logits of all tokens. Any other forward returns hidden states, from which the logits

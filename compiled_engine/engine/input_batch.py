@@ -72,7 +72,7 @@ class InputBatch:
 
     @cached_property
     def num_computed(self) -> np.ndarray:
-        """For each row, the number of tokens before it, whose K and V are in the cache before the step: int32 [R]."""
+        """The number of tokens before each row, int32 [R]. Their K and V are in the cache before the step."""
         num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 

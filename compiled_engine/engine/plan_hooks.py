@@ -98,7 +98,7 @@ class PlanFeature:
         return False
 
     def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return the held-back requests that are ready, and the final outputs of those that have failed.
+        """Return the held-back requests that are ready, and the final outputs of failed ones.
 
         patience_s: longest time to wait if there are none.
         """

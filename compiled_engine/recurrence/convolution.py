@@ -1,6 +1,6 @@
 """Causal depthwise convolution over packed sequences, with PyTorch's ops.
 
-A request's last inputs before the step are kept in the convolution's state: the one at position p in slot p modulo N.
+A request's last inputs before the step are kept in the convolution's state: the input at position p in slot p mod N.
 Shapes: T tokens and R requests of the step, D channels, W weights per channel, S rows of the state, N slots of a row.
 """
 

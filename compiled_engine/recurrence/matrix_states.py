@@ -131,7 +131,7 @@ def _compute_drafts(
 def _apply_drafts(
     states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences, num_certain_R: torch.Tensor
 ) -> None:
-    """Apply the previous step's right drafts to the states, in place. They precede this step's first token.
+    """Apply the previous step's right drafts, which precede this step's first token, to the states, in place.
 
     A request with several certain tokens has no right drafts, since it had no drafts in the previous step.
     """

@@ -57,7 +57,7 @@ def store_update(
     V: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """Store what the draft at a position changes: its key, the value written under the key, and g."""
+    """Store the update of the draft at `position`: its key, the value written under the key, and g."""
     slot_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1) + (position % SLOTS) * (K + V + 1)
     tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
     if tl.program_id(0) == 0:

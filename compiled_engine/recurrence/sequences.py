@@ -58,8 +58,8 @@ class Sequences(NamedTuple):
     def joined(self) -> tuple[Sequences, torch.Tensor]:
         """Return the sequences with one row for each request, and how many of its tokens are not drafts, int64 [R].
 
-        The rows of a request's drafts directly follow the row of its newest token, and become part of it. A row whose
-        draft does not exist has an empty context, and becomes padding.
+        The rows of a request's drafts directly follow the row of its newest token, and are merged into that row. A row
+        whose draft does not exist has an empty context, and becomes padding.
         """
         exists_R = (self.rows_R >= 0) & (self.seq_lens_R > 0)
         first_R = torch.ones_like(exists_R)

@@ -204,7 +204,7 @@ def load_parts(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """Return the scores for these dot products of queries and keys, see `scales`. scores: the dot products."""
+    """Return scores, see `scales`, from dot products of queries and keys. scores: the dot products."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores

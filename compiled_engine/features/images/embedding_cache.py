@@ -180,7 +180,7 @@ class EmbeddingCache:
         return [image for image in self._by_key.values() if not image.num_holds]
 
     def _drop(self, image: CachedImage) -> None:
-        """Remove an image from those that can be found; its rows become free once no request holds it."""
+        """Forget the key of an image, so that it is not found. Its rows become free once no request holds it."""
         del self._by_key[image.key]
         image.found = False
         if not image.num_holds:

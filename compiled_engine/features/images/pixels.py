@@ -1,4 +1,4 @@
-"""Pixels of images on their way to the plan, which asks for them when a request comes to their place.
+"""Pixels that the frontend sends to the plan, once the plan asks for them because a request reaches an image.
 
 An image whose embeddings are on the device, or whose positions are in the prefix cache, is not asked for. Pixels come
 in control calls that are small enough to be sent between others. Requests with the same image share its pixels, which

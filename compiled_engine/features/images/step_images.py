@@ -1,4 +1,4 @@
-"""The device part of images: computes their embeddings, and tells the forward where they stand in a step."""
+"""The device part of images: computes their embeddings, and gives the forward their positions in a step."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class StepImagesOnDevice(StepFeature):
             self._write(name, of_step[name])
 
     def end(self, step: SchedulerOutput) -> None:
-        """Forget images that are computed."""
+        """Forget the images of requests whose last image position the step has computed."""
         if not self._images:
             return
         for request_id, start, count in zip(step.request_ids, step.starts, step.counts, strict=True):

@@ -125,7 +125,8 @@ class DraftPlan(PlanFeature):
     def _skip_head(self, builder: StepBuilder) -> None:
         """Decide whether the step skips the head. If it does, its requests stop drafting.
 
-        The step does so if `_drafts` says it, or if it has no drafts and all its requests have stopped drafting before.
+        The step skips the head if `_drafts.skips_head` is set, or if it has no drafts and all its requests have stopped
+        drafting before.
         """
         requests = (*builder.decodes, *builder.others.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]

@@ -1,4 +1,4 @@
-"""Clips in extras, as plain data: those of requests, for the plan, and those that a step encodes, for the device."""
+"""Clips in extras, as plain data: a request's clip, for the plan, and the clips that a step encodes, for ranks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Receive = Callable[[int], torch.Tensor]
 
 
 class Broadcasts:
-    """Messages of a trainer, which is rank 0 of a group with the engine's ranks.
+    """Receives the messages of a trainer, which is rank 0 of a group with the engine's ranks.
 
     receive: see `over_gloo` and `over_nccl`. packed: a message has several tensors.
     """
@@ -37,7 +37,7 @@ class Broadcasts:
     def receive(self, announced: Sequence[Announced], packed: bool | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the announced tensors, sent by the trainer in this order. Raises RuntimeError if the trainer ends.
 
-        packed: overrides that of the constructor unless it is None.
+        packed: overrides `packed` of the constructor unless it is None.
         """
         most = PACKED_BYTES if (self._packed if packed is None else packed) else 0
         for message in _messages(announced, most):

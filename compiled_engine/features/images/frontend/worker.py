@@ -120,7 +120,7 @@ def load_processor(folder: Path, tokenizer: Path) -> ProcessorMixin:
 
 
 def _processor_class(folder: Path) -> Any:
-    """Return the class that the checkpoint's files name, or else the one of its architecture."""
+    """Return the processor's class: named by the checkpoint's files, or else that of the architecture."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 

@@ -27,13 +27,12 @@ class TimedPart(NamedTuple):
 class Features(NamedTuple):
     """The features of the whole audio.
 
-    num_frames: those of the audio, without silence that the extractor adds. with_silence: all. duration: in seconds.
-    cut: returns the audio of a prompt, given the first frame of a window.
+    `cut` returns the audio of a prompt, given the first frame of a window.
     """
 
-    num_frames: int
-    with_silence: int
-    duration: float
+    num_frames: int  # of the audio, without the silence that the extractor adds
+    with_silence: int  # number of all frames
+    duration: float  # in seconds
     cut: Callable[[int], Any]
 
 

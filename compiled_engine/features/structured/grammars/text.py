@@ -94,7 +94,7 @@ def _text(given: StructuredOutputs) -> str:
 def _gbnf_part(match: re.Match[str]) -> str:
     """Return a part of GBNF, rewritten for the converter.
 
-    The converter knows only code points of two digits, and renames the rule `root` to `start`.
+    The converter supports only code points of two digits, and renames the rule `root` to `start`.
     """
     part = match[0]
     if part[0] in '"[':
