@@ -142,7 +142,7 @@ packed_op = torch.library.custom_op(
 )
 packed_op.register_fake(_returns_nothing)
 
-# The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
+# Functions by op name, which the compiled forward calls directly, without torch's dispatcher.
 ATTENTION_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::attention": write_and_attend,
     "compiled_engine::attend": attend,

@@ -113,8 +113,8 @@ class ModelForward:
         self._received = model.received
         self.variants = ("", *model.variants)
         self.ends = {name: model.bind(name, tensors)[-1].call for name in model.ends}
-        # By the way to run the model: functions, of which the first one that fits a batch is called. The last one fits
-        # every batch, and returns hidden states.
+        # For each Way, functions for ranges of batch sizes. The first one that fits a batch is called. The last one
+        # fits every batch, and returns hidden states.
         self._table: dict[Way, tuple[BoundRange, ...]] = {}
         parts = (False,) if on_attention is None else (False, True)
         for way in map(Way._make, product(self.variants, parts, (False, True))):

@@ -101,7 +101,7 @@ class RankWeights:
 
     stored: Weights
     whole: nn.Module  # the undivided model, which gives names and shapes
-    config: ModelConfig  # that of the undivided model
+    config: ModelConfig  # the configuration of the undivided model
     rank: int
     num_ranks: int
     cache_dir: Path | None

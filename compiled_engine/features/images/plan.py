@@ -30,9 +30,9 @@ from compiled_engine.features.images.limits import check_num_embeddings, check_p
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
-# Pixels are asked for before they are needed as long as they are those of so many full steps.
+# Pixels are asked for before they are needed, but for no more embeddings than this number of full steps computes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the last two are the ranks'
+COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the ranks count the last two
 GAUGES = ("image_cache_rows", "image_cache_rows_used")
 
 
@@ -52,8 +52,8 @@ class ImagePlan(PlanFeature):
         self._computed: list[tuple[CachedImage, PromptImage]] = []
         self._placed: dict[Request, list[tuple[int, Runs]]] = {}
         self._passing: list[tuple[Request, int]] = []
-        # Requests with the number of the image that lacked room or pixels. Whether the step being planned has refused
-        # room for an image, and whether it has refused tokens for one that belongs to one step.
+        # For each request, the index of the image that lacked room or pixels. Whether an image lacked room in the step
+        # being planned, and whether an image whose tokens belong to one step lacked tokens.
         self._awaited: dict[Request, int] = {}
         self._lacks_room = self._lacks_tokens = False
         self._skips = False  # waiting requests, since the last `reconsiders`

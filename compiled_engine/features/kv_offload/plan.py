@@ -268,7 +268,7 @@ class HostBlocks(PlanFeature):
                 self._cancel(self._states, of_state)
                 self._cancel(self._blocks, parts)
                 return False
-        blocks = dict(zip(missing, parts, strict=False))  # what follows these is computed
+        blocks = dict(zip(missing, parts, strict=False))  # later blocks are computed
         if not blocks and row is None:
             return False
         count = len(hashes) if len(parts) == len(missing) else max(blocks) + 1

@@ -12,7 +12,7 @@ from compiled_engine.features.weight_updates.plan import WeightUpdates
 
 NAME = "sleep"
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
-# What each level gives back. Weights of level 1 are kept in host memory.
+# The parts that each level gives back. Level 1 keeps the weights in host memory.
 LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 
 

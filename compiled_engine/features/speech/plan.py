@@ -20,9 +20,9 @@ from compiled_engine.features.speech.extras import NAME, TRANSCRIPTION, NewClip,
 from compiled_engine.speech import NO_RULES, SpeechConfig
 
 _PLANNED = ("clips", "clip_cache_hits", "clips_encoded")
-# Features are asked for before they are needed as long as they are those of so many full steps.
+# Features are asked for before they are needed, but for no more clips than this number of full steps encodes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "encoder_runs")  # the last one is the ranks'
+COUNTERS = (*_PLANNED, "encoder_runs")  # the ranks count the last one
 GAUGES = ("clip_slots", "clip_slots_used")
 
 

@@ -14,7 +14,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.features.weight_updates.nccl import ID_KEY, NcclCommunicator, unique_id_in
 
 TIMEOUT = timedelta(minutes=5)
-# Tensors of one message have at most so many bytes, but for the last of them. The sender counts alike.
+# A message ends with the tensor that brings it above this number of bytes. The sender divides in the same way.
 PACKED_BYTES = 1 << 30
 # Memory of a GPU that is left to steps. Received tensors that do not fit beside it are kept on the host.
 LEFT_BYTES = 2 << 30

@@ -121,7 +121,7 @@ class MediaProcessing:
         self._threads.submit(self._try)
 
     def _try(self) -> None:
-        with suppress(OSError, RuntimeError):  # which the first image will report; closed
+        with suppress(OSError, RuntimeError):  # errors that the first image will report; closed
             pool, _ = self._begin()
             answer = pool.ask({})
             self._end(pool, has_ended=answer is None)
@@ -223,7 +223,7 @@ class MediaProcessing:
     def _process(self, key: str, source: MediaSource, settings: dict[str, Any]) -> ProcessedMedia:
         try:
             return self._exchange(key, source, settings)
-        except OSError as error:  # not the image's fault; the path is no caller's business
+        except OSError as error:  # not the image's fault; the error omits the path
             reason = error.strerror or type(error).__name__
             raise RuntimeError(f"{NO_EXCHANGE.format(self._files.many)}: {reason}") from error
 

@@ -263,7 +263,7 @@ class PromptImages(Attachment):
                     f" generate), got at least {num_tokens} for its images"
                 )
             if _is_remote(self._given[number]):
-                self._given[number] = name, source  # which is not fetched again
+                self._given[number] = name, source  # so the image is not fetched again
             if image.key not in self._held and self._requests.hold(image):
                 self._held[image.key] = image
         self._images = images

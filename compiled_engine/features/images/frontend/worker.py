@@ -197,7 +197,7 @@ def decoded_file(data: bytes, max_pixels: int) -> PIL.Image.Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_pixels has the one that holds
+            warnings.simplefilter("ignore")  # of Pillow's own bound on pixels; check_pixels applies ours
             image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
         check_pixels(image.width, image.height, max_pixels)
         image.load()

@@ -18,7 +18,7 @@ LONGEST_COMPILE_S = 10.0
 # Allowed between two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
-# Tells Lark from GBNF as llguidance does, but in linear time.
+# Distinguishes Lark from GBNF as llguidance does, but in linear time.
 _IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|[?!]*+start(?:[.\[{][^\n:]*+)?\s*+:(?!:=))", re.MULTILINE)
 # Parts of GBNF: strings, character classes, comments and names. The converter reports unterminated strings.
 _GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*+|[\w-]++', re.DOTALL)

@@ -35,7 +35,7 @@ class Broadcast(NamedTuple):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    packed: bool | None = None  # whether a message has several tensors; None: as it was said when connecting
+    packed: bool | None = None  # whether a message has several tensors; None: as given to `connect`
 
 
 WeightSource: TypeAlias = (
