@@ -296,7 +296,7 @@ class BlockGroup:
     def begin_fill(self, request: Request, count: int) -> Fill:
         """Hold the first `count` blocks of a waiting request: cached blocks, and new blocks to fill for the rest.
 
-        Raises RuntimeError if too few blocks are free, which `has_room` checks before.
+        Raises RuntimeError if too few blocks are free; the caller must check `has_room` first.
         """
         cached = list(self._cached(request, count))
         for block in cached:

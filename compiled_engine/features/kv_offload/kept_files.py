@@ -78,7 +78,7 @@ class KeptFiles:
         self._to_remove.append(name)  # other ranks may have it
 
     def take_removed(self) -> list[str]:
-        """Return the names of files to remove, each once. Files that are written again meanwhile stay."""
+        """Return the names of files to remove, each once. Files that are being written again are kept."""
         removed, self._to_remove = self._to_remove, []
         return [name for name in removed if name not in self._writes]
 

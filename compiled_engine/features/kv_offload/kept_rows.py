@@ -62,7 +62,7 @@ class KeptRows:
         return [*takewhile(lambda row: self._unsaved[row][1] <= step, self._unsaved)]
 
     def begin_save(self, rows: Sequence[int], number: int) -> Copies:
-        """Return the copies of save `number`: of these rows to slots. Rows for which no slot is left are not copied."""
+        """Return the copies of these rows to slots, in save `number`. Rows for which no slot is left are not copied."""
         copies = Copies([], [], [])
         for row in rows:
             block_hash, _ = self._unsaved.pop(row)

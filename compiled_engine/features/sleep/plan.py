@@ -19,7 +19,8 @@ LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 class Sleep(PlanFeature):
     """Gives memory back to the system, at addresses that stay valid.
 
-    call_ranks: has all ranks serve a control call. updates: holds all steps after the weights were dropped.
+    call_ranks: a function that has all ranks serve a control call. updates: holds all steps after the weights were
+    dropped.
     """
 
     calls = ("sleep", "wake_up", "is_sleeping")

@@ -190,7 +190,7 @@ class DraftPlan(PlanFeature):
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of DraftCounts, DraftLength and DraftSharpness, with `resting` and `rested`.
 
-        resting: running requests that have stopped drafting. rested: how often a request has stopped drafting.
+        resting: running requests that have stopped drafting now. rested: how often a request has stopped drafting.
         """
         found = self._counts.metrics()
         for chosen in (self._length, self._sharpness):

@@ -50,7 +50,7 @@ class Broadcasts:
 def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
     """Join the gloo process group of a trainer; messages are on the host.
 
-    address, port: of the trainer's store. Raises RuntimeError if the trainer does not answer.
+    address, port: address of the trainer's store. Raises RuntimeError if the trainer does not answer.
     """
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=TIMEOUT)
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
@@ -66,8 +66,8 @@ def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
 def over_nccl(address: str, port: int, rank: int, world_size: int, device: torch.device) -> Receive:
     """Join the NCCL communicator of a trainer, see nccl.py; messages are on the device.
 
-    address, port: of the trainer's store. Raises ControlError for another device than a GPU, and RuntimeError or
-    ValueError if the trainer does not answer as it should.
+    address, port: address of the trainer's store. Raises ControlError for another device than a GPU, and RuntimeError
+    or ValueError if the trainer does not answer as it should.
     """
     if device.type != "cuda":
         raise ControlError(f"NCCL sends between GPUs, but the device is {str(device)!r}; allowed: gloo")

@@ -80,8 +80,8 @@ def _encoded(before: Sequence[int], text: str, tokenizer: TextTokens) -> list[in
 def runs_of_images(token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[Runs]:
     """Return the positions of each image's embeddings.
 
-    counts: numbers of embeddings of the images. Raises ValueError unless the prompt has `image_token` as often as they
-    add up to.
+    counts: numbers of embeddings of the images. Raises ValueError unless their sum is the number of `image_token` in
+    the prompt.
     """
     places = [place for place, token_id in enumerate(token_ids) if token_id == image_token]
     if len(places) != sum(counts):

@@ -1,4 +1,4 @@
-"""`MediaProcessing` has images, or audio, processed in worker processes, each once, and caches the results."""
+"""`MediaProcessing` processes images, or audio, in worker processes, each image once, and caches the results."""
 
 from __future__ import annotations
 

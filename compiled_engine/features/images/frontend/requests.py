@@ -50,8 +50,8 @@ Begun = tuple[MediaSource, Future[ProcessedMedia]]
 class ImageRequests(RequestFeature):
     """Turns the images of prompts into tokens, and gives the core the tower's inputs.
 
-    processing: None if prompts may have no images, for the reason `why_none`. config, images: of an engine that takes
-    images. tokenizer: None if prompts are token ids. longest_prompt: most tokens of a prompt.
+    processing: None if prompts may have no images, for the reason `why_none`. config, images: None unless the
+    engine takes images. tokenizer: None if prompts are token ids. longest_prompt: most tokens of a prompt.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def bound_memory(more: int) -> None:
 def load_processor(folder: Path, tokenizer: Path) -> ProcessorMixin:
     """Load a checkpoint's processor as AutoProcessor does, but without its parts for video.
 
-    Those need torchvision, which images do not. Raises any error of transformers.
+    The parts for video need torchvision, which images do not. Raises any error of transformers.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
