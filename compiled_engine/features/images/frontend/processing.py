@@ -128,7 +128,10 @@ class MediaProcessing:
             self._note(answer)
 
     def _note(self, answer: Mapping[str, Any] | None) -> None:
-        """Store and log the error if a worker has answered that the processor cannot be used. answer: None for none."""
+        """Store and log the error if a worker has answered that the processor cannot be used.
+
+        answer: None if the worker has ended without an answer.
+        """
         if answer is not None and answer.get("unusable") and not self.unusable:
             self.unusable = answer["error"]
             log.warning("prompts may have no %s: %s", self._files.many, self.unusable)
