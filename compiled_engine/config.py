@@ -296,7 +296,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class BlockFilesConfig:
-    """The files of blocks of the KV cache."""
+    """Folder and limits of the files to which blocks of the KV cache are written."""
 
     folder: Path  # of this model, below the user's, see resolve/host_blocks.py
     limit: int  # blocks with files, for each replica
@@ -385,7 +385,7 @@ class ImagesConfig:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Numbers of pairs of a head's elements that rotate by the position in time, in height and in width.
+        """Numbers of a head's rotary frequencies for the position in time, in height and in width (M-RoPE).
 
         () if tokens have a single position.
         """
@@ -579,7 +579,7 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most drafts that a step computes for a request beyond its newest token."""
+        """Most drafts that a step computes for a request, in addition to the request's newest token."""
         return self.speculation.num_tokens
 
     @property
@@ -594,7 +594,7 @@ class EngineConfig:
 
     @property
     def offset_choices(self) -> tuple[bool, ...]:
-        """The values that InputBatch.has_offsets may have: True, False, or both."""
+        """Whether rows of a batch begin at offsets from a request's newest token, as drafts need: one value or both."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)

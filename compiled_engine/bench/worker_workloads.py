@@ -1,4 +1,4 @@
-"""Workloads that a worker process measures: that of an ablation, and that on which engine and server are compared.
+"""Workloads that a worker process measures, for an ablation and for the comparison of the engine with its server.
 
 They are sent to the worker as JSON. The workload on a text is in text_workload.py.
 """

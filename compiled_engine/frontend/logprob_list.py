@@ -91,7 +91,7 @@ class GrowingLogprobs:
             yield _entry(rank, token_ids, logprobs, decoded)
 
     def arrays(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `LogprobList.arrays`; `stop` is the number of entries."""
+        """Return `LogprobList.arrays` of the first `stop` entries."""
         count = max(0, stop - len(self._first))
         rows_RW = LogprobRows(count, bytes(self._data[: count * self._row_bytes])).array()
         return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)

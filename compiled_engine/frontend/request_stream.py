@@ -111,7 +111,7 @@ class RequestStreams:
         return complete
 
     def take_asked(self) -> list[Asked]:
-        """Return what the core has asked for since the last call."""
+        """Return the demands of the core for data since the last call."""
         return self._outputs.take_asked()
 
     def is_tracked(self, engine_request_id: str) -> bool:

@@ -48,7 +48,7 @@ Listed = Callable[[LinearCase], Sequence[HopperTiles]]
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """Return the linears that may use the kernel, at each number of tokens.
 
-    In small batches these are all linears, except the head for a single token. In larger batches only gated linears.
+    In small batches these are all linears, except the head for a single token; in larger batches, gated linears only.
     """
     return [
         case
