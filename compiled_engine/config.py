@@ -128,7 +128,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class Recurrences:
-    """The states of a model's recurrences."""
+    """The recurrent states of all of a model's layers."""
 
     states: tuple[RowState, ...]  # with drafts, also the tensors that keep updates of drafts, see recurrence/states.py
     num_rows: int = 0  # rows of each state, one per running request
@@ -137,12 +137,12 @@ class Recurrences:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a running request's row in all states together."""
+        """Bytes of all recurrent states of one running request."""
         return sum(state.row_bytes for state in self.states)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of a snapshot's row in all states together."""
+        """Bytes of one snapshot of all recurrent states of a request."""
         return sum(state.row_bytes for state in self.states if state.in_snapshots)
 
     def rows_of(self, state: RowState) -> int:
@@ -254,11 +254,11 @@ class ModelConfig:
 
     @property
     def num_mlps(self) -> int:
-        """Number of layers with an MLP instead of experts."""
+        """Number of layers with a single MLP instead of a mixture of experts."""
         return len(self.experts.dense_layers) if self.experts.count else self.num_layers
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Return the heads of a layer."""
+        """Return the number and size of a layer's attention heads."""
         if self.layer_heads is not None:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
@@ -437,7 +437,7 @@ class GraphMode(Enum):
 
     @property
     def captures_decodes(self) -> bool:
-        """Whether batches of decodes alone have graphs of the whole forward."""
+        """Whether batches without prefills have graphs of the whole forward."""
         return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
 
     @property

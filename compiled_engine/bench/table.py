@@ -52,7 +52,7 @@ class EngineRows:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows to measure, by engine."""
+    """The rows of the table to measure, grouped by the engine that they share."""
 
     engines: tuple[EngineRows, ...]
     ids: tuple[str, ...]  # of all rows, in the order of the table

@@ -228,7 +228,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that rows of the table measure."""
+    """A model on which rows of the table are measured."""
 
     prefix: str  # first part of its rows' ids
     shape: str | None  # None for a checkpoint

@@ -208,5 +208,5 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
 
 
 def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
-    """Return the workload that `as_record` describes."""
+    """Return the workload of which `record` is the result of `as_record`."""
     return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

@@ -74,7 +74,7 @@ class GrowingLogprobs:
         return LogprobList(self, len(self))
 
     def since(self, first: int) -> list[Any]:
-        """Return the entries from `first` on."""
+        """Return the entries from the index `first` to the last."""
         return list(self.entries(first, len(self)))
 
     def entries(self, start: int, stop: int) -> Iterator[Any]:

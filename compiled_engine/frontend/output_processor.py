@@ -163,7 +163,7 @@ class Asked(NamedTuple):
 
 
 class OutputProcessor:
-    """Routes the core's outputs to the running requests."""
+    """Adds the core's outputs to the running requests that they belong to."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -115,7 +115,7 @@ class RequestStreams:
         return self._outputs.take_asked()
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request runs."""
+        """Return whether an engine request has been added and has not ended."""
         return self._outputs.is_tracked(engine_request_id)
 
     def fail(self, request_id: str, error: Exception) -> list[str]:

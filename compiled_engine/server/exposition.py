@@ -270,7 +270,7 @@ def _admission(serving: Serving) -> list[Metric]:
 
 
 class _Families:
-    """A Prometheus collector that returns the given families."""
+    """A Prometheus collector that returns the given metrics."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

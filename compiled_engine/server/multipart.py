@@ -1,4 +1,4 @@
-"""Reads forms of several parts (multipart/form-data, RFC 7578), which bring files."""
+"""Read request bodies that are multipart forms (multipart/form-data, RFC 7578), which may contain files."""
 
 from __future__ import annotations
 

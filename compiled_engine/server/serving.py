@@ -76,7 +76,7 @@ class Admission:
             own[self._taken] -= completions
 
     def forget(self, process: int) -> None:
-        """Drop the completions of a process that has ended."""
+        """No longer count the completions of an API process that has ended."""
         self._figures.forget(process, self._taken)
 
 
@@ -124,7 +124,7 @@ class ImageGate:
 
 @dataclass(frozen=True)
 class Serving:
-    """The state shared by all requests."""
+    """The server's state that all HTTP requests share: engine, options, limits and metrics."""
 
     engine: AsyncLLM
     options: ServerOptions

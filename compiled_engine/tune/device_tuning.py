@@ -128,7 +128,7 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """The measurements so far."""
+    """The measurements so far, of which `profile` makes the device's profile."""
 
     device: str
     # By name of the list in the profile, then by key.

@@ -150,7 +150,7 @@ class HarmonyParser:
         self._wrote = self._wrote or bool(text)
 
     def _end(self, pieces: list[Piece]) -> None:
-        """End a message. If a call has no text, its arguments are {}."""
+        """End the current message. A call without text gets the arguments {}."""
         if self._kind is CallArguments:
             if not self._wrote:
                 pieces.append(CallArguments(self._count, "{}"))

@@ -26,7 +26,7 @@ class ReasoningTags:
 
     @property
     def beginning(self) -> str:
-        """The opening tag with its label."""
+        """The opening tag and the label that belongs to it."""
         return self.opening + self.label
 
 

@@ -73,7 +73,7 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A model family's format of tool calls."""
+    """A model family's format of tool calls: parser, grammar, and texts by which it is recognised."""
 
     # makes a parser, given the argument schemas by tool name
     parser: Callable[[Mapping[str, Mapping[str, Any]]], TextParser]
@@ -164,7 +164,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """A model family's format of reasoning."""
+    """A model family's format of reasoning: parser, grammar, and texts by which it is recognised."""
 
     # Makes a parser, given the prompt, the message that the answer continues, and the tools whose calls it reads too;
     # returns None if no reasoning can follow.
