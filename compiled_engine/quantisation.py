@@ -150,7 +150,7 @@ class LinearScheme(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Assigns a scheme to the modules that match one of its targets."""
+    """Assigns a quantisation scheme to the modules whose names match one of its targets."""
 
     # Module names, `re:` and a regular expression that matches from the start of a name, or `Linear` for all linears.
     targets: tuple[str, ...]

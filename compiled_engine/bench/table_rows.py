@@ -219,7 +219,7 @@ def _range(lengths: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """Engine options of a row that differ from the defaults. Rows with equal limits share an engine."""
+    """Engine options of a table row that differ from the defaults. Rows with equal limits share an engine."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None

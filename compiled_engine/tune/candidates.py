@@ -68,7 +68,7 @@ class Fastest(Generic[AnyTiles]):
 
 
 def likely(case: LinearCase, tiles: Sequence[AnyTiles], measured: Iterator[Fastest[AnyTiles]]) -> list[AnyTiles]:
-    """Return at most FEW of the tiles, the ones nearest to any that were fastest first.
+    """Return at most FEW of the tiles, sorted by their distance to the nearest tiles that were measured as fastest.
 
     The distance is the number of fields that differ, plus the binary logarithms of the ratios of rows and of columns:
     tiles of a weight twice as large count as much as tiles that differ in one field.

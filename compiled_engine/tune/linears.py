@@ -51,7 +51,7 @@ def key(case: LinearCase) -> LinearKey:
 
 
 class Smallest(NamedTuple):
-    """Fewest tokens at which tiles were measured, and the times per launch with that number of tokens."""
+    """The smallest number of tokens with which tiles were measured, and the times per launch with that number."""
 
     num_tokens: int
     microseconds: float

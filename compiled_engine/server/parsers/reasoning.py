@@ -148,7 +148,7 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
+    """Return the parser for the text after `prompt`, or None if that text is all content, without tags to drop.
 
     See `begins_inside` for `continued`.
     """

@@ -237,7 +237,7 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
+    """Return the parser for the text after `prompt`, or None if that text is all content, without tags to drop.
 
     `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
     format includes calls.
