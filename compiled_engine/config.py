@@ -22,10 +22,10 @@ from compiled_engine.vision import VisionDescription
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary position embedding. kind: default, linear, llama3, yarn, longrope or dynamic."""
+    """Parameters of the rotary position embedding (RoPE)."""
 
     theta: float
-    kind: str = "default"
+    kind: str = "default"  # default, linear, llama3, yarn, longrope or dynamic
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0
@@ -61,13 +61,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LengthAngles:
-    """Rotary angles that depend on a request's length if it is longer than `border` tokens.
-
-    recomputes: all angles of a request change when it exceeds the border, so its keys are computed again (LongRoPE).
-    Otherwise keys keep the angles with which they were computed (dynamic NTK).
-    """
+    """Rotary angles that depend on a request's length if it is longer than `border` tokens."""
 
     border: int
+    # All angles of a request change when it exceeds the border, so its keys are computed again (LongRoPE). Otherwise
+    # keys keep the angles with which they were computed (dynamic NTK).
     recomputes: bool
 
 

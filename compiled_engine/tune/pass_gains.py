@@ -50,11 +50,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds that a step of `tokens` tokens takes longer without a pass; noise: the range of repeats with it."""
+    """The time that a pass saves in a step of `tokens` tokens."""
 
     tokens: int
-    gain_us: float
-    noise_us: float
+    gain_us: float  # microseconds that the step takes longer without the pass
+    noise_us: float  # range of the repeats with the pass
 
 
 def variants(passes: Sequence[str]) -> list[Variant]:

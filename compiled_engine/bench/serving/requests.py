@@ -205,13 +205,10 @@ ALLOWED_RAMP = "START:END in requests per second, or exponential:START:END"
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second; inf for all at once.
-
-    is_share: `value` is a share of the requests per second that an earlier run at inf completed.
-    """
+    """A constant rate of requests: in requests per second, inf for all at once, or as a share of a measured rate."""
 
     value: float
-    is_share: bool = False
+    is_share: bool = False  # `value` is a share of the requests per second that an earlier run at inf completed
 
     def __str__(self) -> str:
         return f"{100 * self.value:g}%" if self.is_share else f"{self.value:g}"
