@@ -74,7 +74,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is distributed over devices and processes."""
+    """The distribution of the model over devices and processes."""
 
     tensor_parallel_size: int  # ranks that compute each layer together, one per device
     # in_process, multiprocess, or ray: replicas in a cluster, each of which uses one of the other executors
@@ -340,7 +340,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """How events of the prefix cache are published over ZeroMQ."""
+    """Settings for publishing events of the prefix cache over ZeroMQ."""
 
     endpoint: str  # of the PUB socket: bound if it has a wildcard or names a local socket, otherwise connected to
     replay_endpoint: str | None  # of the ROUTER socket that replays batches; None: there is none
@@ -392,7 +392,7 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How images of prompts are read and processed."""
+    """Settings for reading and processing the images of prompts."""
 
     placeholder: int  # token that stands for an image in prompts, before it is replaced by those of its embeddings
     max_images: int  # of a prompt
@@ -420,7 +420,7 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay graphs, and what a graph contains, see docs/cuda_graphs.md.
+    """Selects the batches that replay graphs, and the part of a step that a graph contains; see docs/cuda_graphs.md.
 
     RECORDED is for CPUs: calls of C++ kernels are recorded and replayed.
     """

@@ -112,7 +112,7 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """How a linear's weight [N, K], of N outputs and K inputs, and its inputs [T, K], of T tokens, are rounded.
+    """The rounding of a linear's weight [N, K], of N outputs and K inputs, and of its inputs [T, K], of T tokens.
 
     If `inputs` is None, the inputs are not rounded.
     """

@@ -1,4 +1,4 @@
-"""Measure how soon a long prefix comes back after the KV cache has evicted it, and what other requests notice."""
+"""Measure the first token of a prompt whose long prefix the KV cache has evicted, and the delay of other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compiled-engine bench prefix`: the time to read an evicted prefix from host memory or files, and the gain of it."""
+"""`compiled-engine bench prefix`: the time to bring back an evicted prefix, and the gain for shared documents."""
 
 from __future__ import annotations
 

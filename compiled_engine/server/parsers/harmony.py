@@ -37,7 +37,7 @@ class HarmonyParser:
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """`names` are the names of the request's tools. If it is None, messages to functions are reasoning."""
+        """`names` are the names of the request's tools; with None, messages to functions are reasoning."""
         self._names = names
         self._held = ""  # possible beginning of a marker
         self._header: str | None = ""  # None within a message
