@@ -41,9 +41,9 @@ def longest_request(document_len: int) -> int:
 
 
 def make_traffic(llm: LLM, document_len: int, num_requests: int) -> Traffic:
-    """Return prompts about documents that have MULTIPLE times the tokens of the engine's KV cache, at least one.
+    """Return prompts about documents, which together have MULTIPLE times as many tokens as the engine's KV cache holds.
 
-    Raises ValueError if the KV cache does not hold a request.
+    There is at least one document. Raises ValueError if the KV cache does not hold a request.
     """
     num_slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size
     if num_slots < (least := longest_request(document_len)):

@@ -271,7 +271,7 @@ def _content_form(
 
 
 def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
-    """Return whether the template renders arguments as JSON only if they are given as JSON text."""
+    """Return whether the template renders the arguments of calls as JSON only if they are given as JSON text."""
     given = {OTHER_MARK: MARK}
     answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
 
