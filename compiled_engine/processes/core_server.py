@@ -76,7 +76,7 @@ class ApiProcess:
 
 
 def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
-    """Return a message as frames.
+    """Return a message encoded as one or more frames to send.
 
     A step's outputs that are too large for one frame are divided. If a single request's output is too large, it is
     replaced by an error, and `give_up` is called with the request's id. Raises MessageTooLargeError for other messages.

@@ -185,10 +185,10 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """The worker processes of all ranks. They import their modules and wait to be started.
+    """The worker processes of all ranks, which import their modules and wait to be started.
 
-    `children` are the workers by rank. `steps` and `results` are explained at WorkerChild. `folder` is where the ranks
-    will find each other; only this user may enter it.
+    `children` are the workers by rank, `steps` and `results` the ring buffers to and from them. `folder` is where the
+    ranks will find each other; only this user may enter it.
     """
 
     def __init__(self, count: int, device: str) -> None:

@@ -162,7 +162,7 @@ class Replicas:
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make replicas serve a control call before later requests. There are no answers.
+        """Make replicas serve a control call before later requests, without an answer.
 
         request_ids: the call is for the replicas that have these requests now; none: for all replicas.
         """

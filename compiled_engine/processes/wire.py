@@ -31,7 +31,7 @@ class FrontendOptions(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a core. It says what to start."""
+    """The first message to an engine core: the configuration and everything else that its start needs."""
 
     config: EngineConfig
     frontend: FrontendOptions
@@ -43,13 +43,13 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a request. If the core refuses it, the request's only output has the finish_reason "error"."""
+    """Order to queue a request. If the core refuses it, the request's only output has the finish_reason "error"."""
 
     request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End these requests. No more outputs are sent for them."""
+    """Order to end these requests. No more outputs are sent for them."""
 
     request_ids: tuple[str, ...]
     stopped: bool = False  # their output is complete, by a stop string
@@ -106,33 +106,36 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker is ready. All workers must report the same values."""
+    """Report of a worker that it is ready. All workers must report the same values."""
 
     num_blocks: int  # of the KV cache
     cache_key: str | None  # key of the compiled model
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Execute a step. Sent to all workers over the ring buffer."""
+    """Order to execute a step. Sent to all workers over the ring buffer."""
 
     step: SchedulerOutput
 
 
 class Late(msgspec.Struct, tag=True, frozen=True):
-    """Late inputs of the newest step, whose sampling waits for them. Sent to all workers over the ring buffer."""
+    """Inputs of the newest step that only its sampling waits for, such as token masks.
+
+    Sent to all workers over the ring buffer.
+    """
 
     inputs: LateInputs
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Tell the workers to continue after a step that failed on all of them. Until then they execute no steps.
+    """Order to continue after a step that failed on all workers. Until then they execute no steps.
 
     Sent over the ring buffer.
     """
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Free the device and end. Sent to all workers over the ring buffer."""
+    """Order to free the device and end. Sent to all workers over the ring buffer."""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):

@@ -135,7 +135,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these inputs. If the step has failed, do nothing."""
+        """Sample the step that waits for these late inputs. If the step has failed, do nothing."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None

@@ -131,7 +131,7 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of a mapping of names to JSON values, or None. The values may be sent to another process."""
+    """Return a copy of `value`, which must be None or a mapping of names to JSON values: it may be sent elsewhere."""
     if value is None:
         return None
     if not isinstance(value, Mapping):

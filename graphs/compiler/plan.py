@@ -18,7 +18,7 @@ Input = Source | Parameter
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A call in a plan, of a piece or of a splitting op."""
+    """A call in a plan: of a piece, which is a compiled subgraph, or of a splitting op, such as attention."""
 
     piece: str | None  # key of the piece, or None
     op: str | None  # name of the splitting op, or None

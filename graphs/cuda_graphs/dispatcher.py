@@ -72,17 +72,17 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """Declares a number that launches depend on besides the batch's shape.
+    """Declares a number besides the batch's shape on which the launches of a captured graph depend.
 
     The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
-    with the value 0 uses the graphs without the field.
+    with the number 0 uses the graphs without the field.
     """
 
     name: str
     sizes: tuple[int, ...]
 
     def size_for(self, value: int) -> int | None:
-        """Return the smallest size of at least `value`; 0 for 0, None if `value` exceeds all sizes."""
+        """Return the smallest of `sizes` that is at least `value`; 0 for 0, None if `value` exceeds all sizes."""
         return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 

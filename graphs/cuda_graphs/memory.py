@@ -42,7 +42,7 @@ class MemoryReading(NamedTuple):
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family of graphs has enough readings for a prediction.
+    """Return whether a family, graphs that differ only in size, was captured often enough to predict its memory.
 
     readings: the increase of memory in each capture so far.
     """
