@@ -126,7 +126,7 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """Return the step tensors that the passes named `names` read, without duplicates.
+    """Return the inputs that the passes named `names` add to the forward, without duplicates.
 
     Raises ValueError for an invalid declaration, or if two passes declare a tensor of the same name differently.
     """

@@ -141,7 +141,7 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gather BLOCK_T of the window's tokens that have a slot, from the `first` of these on.
+    """Select BLOCK_T tokens of a window that have a program's slot, skipping the `first` ones of these tokens.
 
     Returns (indices of the tokens, which of them exist). token_W: indices of the window's tokens. own_W: whether each
     has the slot. If BLOCK_T is the window's size, both are returned unchanged.

@@ -99,7 +99,7 @@ class InvariantLinear(GraphPass):
     kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -270,7 +270,7 @@ def columns_obstacle(k: int, rounding: Rounding) -> str | None:
 
 
 class Results(NamedTuple):
-    """Buffers for the codes and scales of rows, and the constexprs of the kernels that fill them."""
+    """Buffers for the codes and scales of rounded inputs, and the constexprs of the kernels that fill them."""
 
     codes_TK: torch.Tensor
     scales_CT: torch.Tensor
@@ -361,10 +361,11 @@ def launch(
     activation: str = "",
     tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, K] and scales [C, T] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x.
+    """Round the inputs x of a linear, RMSNorm(x) * norm_weight, or activation(gate) * up of the halves of x.
 
-    Codes and scales equal those of rounding.round_inputs, except that a static scale is repeated for each token.
-    static_1: float32 [1], or None for scales that follow from the values. tile: see empty_scales.
+    Returns codes [T, K] and scales [C, T]. They equal those of rounding.round_inputs, except that a static scale is
+    repeated for each token. static_1: float32 [1], or None for scales that follow from the values. tile: see
+    empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile

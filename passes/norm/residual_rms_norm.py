@@ -149,7 +149,7 @@ class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of RMSNorms whose input is a sum of two hidden states [T, D]."""
+        """Expect a match for each RMSNorm whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -281,7 +281,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of RMSNorms of a sum of two hidden states [T, D], neither the result of a norm."""
+        """Expect a match for each RMSNorm of a sum of two hidden states [T, D] that are not results of norms."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 

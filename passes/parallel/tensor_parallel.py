@@ -62,7 +62,7 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of weights sharded along their input dimension, plus one for a sharded embedding.
+        """Expect a match for each weight sharded along its input dimension, and one for a sharded embedding.
 
         The embedding counts only in graphs with token ids as an input, which later pipeline stages lack.
         """

@@ -44,7 +44,7 @@ class QuantiseActivations(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that is multiplied by matrices whose inputs are rounded by the rules."""
+        """Expect a match for each value that is multiplied by quantised matrices whose inputs the rules round."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:

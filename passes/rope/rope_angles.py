@@ -142,7 +142,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of calls of cos in the graph."""
+        """Expect a match for each call of cos."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -26,7 +26,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The variant of a rotation. The fields are the last ones of Rotation, in the same order."""
+    """The variant of a rotation, in fields with the names and the order of the last fields of Rotation."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
