@@ -76,7 +76,7 @@ class Adapter:
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Whether the adapter changes an output projection or embedding, so that tied ones become different."""
+        """Whether the adapter changes an output projection or embedding, so that tied weights become different."""
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -236,8 +236,10 @@ def _low_rank(
 
 
 def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
-    """Raise ValueError unless the whole tensors match modules_to_save. Embeddings and output projections may be present
-    unlisted: PEFT saves them when tokens were added."""
+    """Raise ValueError unless modules_to_save lists the modules of the tensors `whole`, which replace the base model's.
+
+    Embeddings and output projections need not be listed: PEFT saves them when tokens were added.
+    """
     listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
     left = set(listed)
     for name in whole:

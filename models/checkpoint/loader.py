@@ -97,7 +97,7 @@ class CheckedWeights:
     kv_scales: Mapping[str, torch.Tensor]  # values of the KV scale parameters
 
     def copy(self, progress: Progress) -> None:
-        """Copy the tensors in place, and compute derived parameters. Addresses of parameters stay."""
+        """Copy the tensors into the parameters, whose addresses do not change, and compute derived parameters."""
         order = {name: place for place, name in enumerate(self.tensors)}
         with progress.stage("load weights", sum(map(len, self.parts.values()))) as advance:
             for batch in self.weights.batches():

@@ -219,7 +219,8 @@ def _experts(
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
     """Return targets that match all of `modules` and none of `quantised`.
 
-    These are the rules' own, EXPERTS if no expert is quantised although the rules allow it, and names.
+    The targets are those that the rules ignore, EXPERTS if no expert is quantised although the rules allow it, and the
+    names of the modules that neither matches.
     """
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)

@@ -21,7 +21,10 @@ _BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part `taken` of a source, placed at `placed`; with `transposed`, the last two dimensions are swapped."""
+    """Part `taken` of a checkpoint's tensor, and its place `placed` in the result so far.
+
+    With `transposed`, the last two dimensions are swapped.
+    """
 
     source: str
     taken: tuple[Span, ...]

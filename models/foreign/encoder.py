@@ -121,7 +121,7 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for the class of a base model's pooler, which runs only in a classifier's head (`in_head`).
+    """Mixin for a base model's pooler: computes its result only where a classifier's head calls it, with `in_head`.
 
     For the base model's own calls it returns None.
     """

@@ -334,7 +334,7 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
 
 
 def _is_numbered_within(layers: nn.ModuleList, number: int) -> bool:
-    """Return whether a part of the layer knows the layer's number, as parts with a cache do. True without layers."""
+    """Return whether a submodule of a layer has the layer's number, as those with a cache do. True without layers."""
     return not len(layers) or any(hasattr(part, "layer_idx") for part in [*layers[number].modules()][1:])
 
 

@@ -193,7 +193,7 @@ class OrderedHeads:
 
 
 class AllTokens:
-    """Mixin for decoders that may drop tokens before the layers that read an earlier layer's keys (Gemma 4): keeps all.
+    """Mixin for Gemma 4's decoder, which may drop tokens that later layers need not compute: keeps all tokens.
 
     Which tokens are needed is not known in the decoder, and its code would compare the number of tokens with 1.
     """

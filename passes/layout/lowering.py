@@ -148,7 +148,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each state of a recurrence (of a convolution, or a matrix), tensors for drafts excepted."""
+        """Expect a match for each state of a recurrence, of a convolution or a matrix, tensors for drafts excepted."""
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
         return sum(name.rpartition(".")[2] in (CONV_STATE, MATRIX_STATE) for name in kept)
