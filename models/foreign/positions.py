@@ -32,7 +32,7 @@ class StepPositions:
 
 
 class TableOfPositions:
-    """Mixin for XGLM's sine positions: only reads the table, as long as the longest text, that transformers may grow."""
+    """Mixin for XGLM's sine positions: reads the table, as long as the longest text, and never grows it."""
 
     weights: torch.Tensor
     offset: int
