@@ -37,7 +37,7 @@ _GROUP: ContextVar[Group] = ContextVar("group")
 
 @dataclass(frozen=True)
 class PushBuffer:
-    """A rank's push buffer, see the module, and the addresses of all ranks' buffers."""
+    """A rank's memory, to which the kernels of all ranks write rows, and the addresses of all ranks' memories."""
 
     own: torch.Tensor  # this rank's memory, [bytes]
     addresses: torch.Tensor  # of every rank's memory, int64 on the device

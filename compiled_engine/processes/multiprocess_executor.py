@@ -124,7 +124,10 @@ class MultiprocessExecutor:
         return _PendingResult(self, step.step)
 
     def sample(self, late: LateInputs) -> None:
-        """Sample with late inputs, see Executor. Errors of sampling are raised by the step's result."""
+        """Sample the newest step, whose late inputs, such as token masks, are now known; see Executor.
+
+        The step's result raises errors of sampling.
+        """
         self._monitor.check()
         self._steps.write(encode(Late(late)))
 

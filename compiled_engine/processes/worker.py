@@ -153,7 +153,7 @@ class Worker:
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, which launches step `number`.
+        """Launch step `number` by calling `launch`, and return the step's pending output.
 
         A failure is reported to the executor, and returned as a pending output that raises the error. Later steps fail
         with the same error, until the executor sends `GoOn`.

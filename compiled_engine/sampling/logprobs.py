@@ -76,7 +76,7 @@ def _log_sums(logits_RV: torch.Tensor) -> torch.Tensor:
 def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Return the result of logprob_rows for a vocabulary that is divided among ranks.
+    """Return log-probabilities as logprob_rows does, for a vocabulary that is divided among ranks.
 
     Every rank must call this function with the same tokens, and gets the same rows.
     """

@@ -43,7 +43,7 @@ def block_keys(
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """Return the float32 logit of a key; minus infinity becomes the lowest finite number.
+    """Return the float32 logit that a key of `block_keys` stands for; the lowest finite number for minus infinity.
 
     Differences of minus infinity would be NaN.
     """

@@ -275,7 +275,7 @@ def logits_signature(config: EngineConfig) -> Signature:
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
     """Return the signature of a draft head's `combine`.
 
-    It computes the head's input features from the hidden states that enter some of the target model's layers,
+    `combine` computes the head's input features from the hidden states that enter some of the target model's layers,
     concatenated in the last dimension.
     """
     return Signature(

@@ -39,7 +39,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class LowRank:
-    """Low-rank change scale * B A of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
+    """A low-rank change, scale * B A, of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
 
     a_RK: torch.Tensor
     b_NR: torch.Tensor

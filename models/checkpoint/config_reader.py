@@ -155,7 +155,7 @@ def read_model_config(
 def _foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
 ) -> tuple[ModelConfig, str]:
-    """Return the result of foreign_model.
+    """Return the configuration of a model with transformers' code, and the source of its max_model_len.
 
     If transformers does not know the architecture, the error also names the architectures that have textbook code.
     """

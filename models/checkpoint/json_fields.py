@@ -32,7 +32,7 @@ def is_lfs_text(first: bytes) -> bool:
 
 
 def describe_lfs_pointer(path: Path) -> str:
-    """Return the error message for a pointer file."""
+    """Return the error message for a file that is only a Git LFS pointer."""
     return (
         f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file anew"
     )

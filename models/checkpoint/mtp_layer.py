@@ -34,7 +34,7 @@ _ROWS_COMPARED = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A family's names of the modules of an MTP layer, and how the layer differs from the layers of the model."""
+    """The names that a model family gives the modules of its MTP layer, and how the layer differs from other layers."""
 
     embedding_norm: str
     hidden_norm: str

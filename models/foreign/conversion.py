@@ -88,7 +88,10 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Return the placements for an Encoder, given its `model`. Tensors of heads that the model lacks are skipped."""
+    """Return the placements of a checkpoint's tensors (name -> shape) in an Encoder, given the Encoder's `model`.
+
+    Tensors of heads that the model lacks are skipped.
+    """
     plan = plan_weights(model, shapes)
     prefix = f"{model.base_model_prefix}."
     has_prefix = any(name.startswith(prefix) for name in shapes)
@@ -123,7 +126,7 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """Run a converter on its sources; returns its results by the full names of its targets."""
+    """Run one of transformers' weight converters on shapes. Returns its results by the full names of its targets."""
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }

@@ -73,7 +73,7 @@ _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 @dataclass(frozen=True)
 class Observation:
-    """The findings of `observe` about a model."""
+    """The facts that `observe` finds in one forward of a transformers model."""
 
     attention: tuple[LayerAttention, ...]  # by layer
     modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
@@ -279,7 +279,7 @@ class _Recurrences:
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
-    """Run a model that is on the meta device, and return the findings.
+    """Run a transformers model on the meta device, and return how its layers attend and which layers are equal.
 
     encodes: the model is an encoder, whose forward takes no cache. Raises UnsupportedModelError for features that the
     engine lacks.

@@ -20,7 +20,7 @@ _COUNTED = {"cache_length", "position_ids"}  # parameters of modules that count 
 
 
 class StepPositions:
-    """Mixin for a module that embeds positions: it embeds those of the step, which the engine gives."""
+    """Mixin for a module that embeds positions: takes the positions of the engine's step instead of counting them."""
 
     step: Step | None
 

@@ -99,7 +99,7 @@ class CausalLM:
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids.
+        """Return hidden states [T, D] as `forward` does, from the first layer's inputs [T, D] instead of token ids.
 
         The model must not have recurrences.
         """

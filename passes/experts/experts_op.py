@@ -266,7 +266,10 @@ def launch(
     gate_up_zeros_ERC: torch.Tensor | None = None,
     down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels. Weights and biases must be contiguous."""
+    """Return the weighted sum of each token's experts, [T, D], computed by the kernels; see `reference`.
+
+    Weights and biases must be contiguous.
+    """
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
     chosen_TX = None if chosen_TX is None else chosen_TX.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()

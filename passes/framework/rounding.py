@@ -29,7 +29,7 @@ _REORDERED_ROWS = 4096
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scale of each tile, fp32 [R, C]."""
+    """Return the scale with which each tile of the values is quantised, fp32 [R, C]."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if rounding.format.zero is not None:
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU

@@ -301,7 +301,7 @@ def _block(number: int) -> int:
 
 
 def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
-    """Return the result of adapter_add, [T, N], computed by the kernels for many tokens."""
+    """Add the tokens' LoRA adapters to a linear's result, [T, N], by the kernels for many tokens; see adapter_add."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)

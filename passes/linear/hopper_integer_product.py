@@ -105,7 +105,7 @@ def hopper_integer_product(
     zero: int,
     tiles: IntegerTiles | None = None,
 ) -> torch.Tensor:
-    """Compute `hopper_integers.hopper_integers` for any number of tokens.
+    """Return linear(x) + residual of four-bit codes for any number of tokens, as hopper_integers does for few.
 
     Weights are rounded to the results' type before the product, as `integer_product.decode_words` rounds them. tiles:
     None for those of integer_product_tiles.

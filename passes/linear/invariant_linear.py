@@ -73,7 +73,7 @@ def _on_cpu(
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernel of invariant_product."""
+    """Return linear(x), or activation(gate) * up of its halves, by the kernel of invariant_product; see `reference`."""
     y_TN = invariant_product(x_TK, weight_NK, bias_N)
     return y_TN if activation is None else silu_mul.launch(y_TN, activation)
 

@@ -60,7 +60,10 @@ def launch(
     scheme: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels that the module's docstring names."""
+    """Return the quantised linear of x, or activation(gate) * up of its halves; see `reference`.
+
+    One kernel rounds x, a second multiplies the codes; a third computes the activation.
+    """
     parsed = _parsed(scheme)
     assert parsed.inputs is not None
     rounded_TK, inputs_CT = round_inputs.launch(x_TK, parsed.inputs, input_scale_1)

@@ -446,7 +446,7 @@ def reference(
     norm_wide: bool = False,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, K] and scales [C, T] as `launch` does, computed with torch's ops.
+    """Round the inputs of a linear as `launch` does, but with torch's ops. Returns codes [T, K] and scales [C, T].
 
     rounding: the text form of a Rounding.
     """
@@ -514,7 +514,7 @@ def sum_reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm with the norm quantised: codes [T, D], scales [C, T], and the sum."""
+    """Return the RMSNorm of x + residual as codes [T, D] and scales [C, T], and x + residual; see residual_rms_norm."""
     how = eps, offset, wide, inner_weight_D
     normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
     return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD
@@ -531,7 +531,10 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `sum_reference`, computed by the kernel; if it cannot round them, torch's ops do."""
+    """Return the RMSNorm of x + residual as codes and scales, and x + residual; see `sum_reference`.
+
+    The kernel computes them; if it cannot round to this format, torch's ops do.
+    """
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)

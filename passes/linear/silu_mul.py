@@ -88,7 +88,7 @@ def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tens
 
 
 def launch(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernel."""
+    """Return activation(gate) * up of the halves of each row, [T, I], computed by the kernel; see `reference`."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))

@@ -99,7 +99,7 @@ def launch(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by the kernel."""
+    """Return the LayerNorm of x + residual, and x + residual, computed by the kernel; see `reference`."""
     x_TD = x_TD.contiguous()
     normed_TD, total_TD = _fake(x_TD, residual_TD)
     hidden_size = x_TD.shape[-1]

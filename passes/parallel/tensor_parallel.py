@@ -125,7 +125,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert an all-reduce after the node, let all users of the node read its result, and return the all-reduce."""
+    """Insert an all-reduce of the node's value, which all users of the node read from then on, and return it."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

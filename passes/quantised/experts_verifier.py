@@ -118,7 +118,7 @@ class _Checkpoint:
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
     def _stacked(self, name: str, part: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return the results of `part` for all projections: [experts, rows of all projections, ...].
+        """Return what `part` returns for each projection, stacked: [experts, rows of all projections, ...].
 
         part: takes the codes, scales, zero points and shape of one projection.
         """
