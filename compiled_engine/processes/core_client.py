@@ -32,7 +32,7 @@ _EXIT_S = 2.0
 
 
 class EngineDeadError(FatalError):
-    """The engine core has ended; the message has the reason."""
+    """Raised if the engine core has ended; the message has the reason."""
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:

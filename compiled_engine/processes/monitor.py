@@ -28,7 +28,7 @@ _APART_S = 3.0
 
 
 class WorkerError(FatalError):
-    """A worker has failed, ended, or does not answer: the executor is unusable. The message has the reason."""
+    """Raised if a worker has failed, ended, or does not answer: the executor is unusable. The message says why."""
 
 
 class Monitor:

@@ -46,11 +46,11 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """A step failed in all workers at the same point of execution, so the workers continue."""
+    """Raised if a step failed in all workers at the same point of execution, so that the workers continue."""
 
 
 class MultiprocessExecutor:
-    """Executor over worker processes.
+    """Executor that runs each rank in a worker process.
 
     If a worker cannot start, raises the worker's error, or WorkerError if the worker ended without one. `submit` and
     `result` raise WorkerError if a worker ends later. `workers` are the launched workers of this configuration, which

@@ -49,7 +49,10 @@ class Heartbeats:
     """The time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Create the memory. With a descriptor, map the memory that another process has created instead."""
+        """Create the shared memory for the ranks' heartbeats.
+
+        With a descriptor, map the memory that another process has created instead.
+        """
         self.descriptor = descriptor
         if self.descriptor is None:
             self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)

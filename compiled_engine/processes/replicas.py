@@ -113,7 +113,7 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """Return the outputs of one step of one replica.
+        """Return the outputs of the next step that any replica has made.
 
         Waits for a limited time. If no outputs arrive, the result is empty.
         """

@@ -56,14 +56,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """A control call, to a core or to all ranks of a core. Each receiver sends an `Answered` with the same number."""
+    """An order to serve a control call. Each receiver, a core or the ranks of a core, answers with the same number."""
 
     number: int
     call: ControlCall
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """A control call that gets no answer."""
+    """An order to serve a control call without an answer."""
 
     call: ControlCall
     # Only cores that have one of these requests need the call. Empty: all cores need it.
@@ -71,7 +71,7 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a core to each API process."""
+    """The first message of a core to each API process, which tells what the core runs."""
 
     client: int  # number of the API process; its request ids begin with the number and a colon
     config: EngineConfig
@@ -94,7 +94,7 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartWorker(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a worker, on its socket."""
+    """The first message to a worker, on its socket: the configuration and what else its start needs."""
 
     config: EngineConfig
     logits_processors: tuple[str, ...]  # as "package.module:Name"
@@ -191,7 +191,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """Encode a step's result for the ring buffer."""
+    """Encode a step's outputs or its failure for the ring buffer."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 

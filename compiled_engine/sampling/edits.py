@@ -280,7 +280,7 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 
 
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
-    """Add each row's sampled token (int64 [S]) to its counts and its tail, if declared.
+    """Add each row's sampled token (int64 [S]) to the row's counts of tokens and its last tokens, if declared.
 
     row_index_S: int32 [S], rows of the states; -1 is padding, and a row with counts or a tail must not repeat. Error
     codes in place of a token are skipped. first_token: the id of the counts' first column.

@@ -154,7 +154,7 @@ def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int)
 
 
 def fastest_sample() -> Callable[..., None]:
-    """Return the C++ implementation of `sample`, or numpy's if the former cannot be compiled."""
+    """Return the C++ implementation of `sample`, or numpy's if the C++ code cannot be compiled."""
     try:
         _kernel()
     except CannotCompile:

@@ -129,7 +129,7 @@ def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
 def filter_candidates(
     logits_SV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
+    """Return logits [S, C], fewer than the whole vocabulary, that give the same thresholds for rows with filters.
 
     top_k, top_p: values of the rows with filters. The result has the k largest logits of each rank, which include the k
     largest of all; k is the largest top_k, or 1 if all rows have min-p alone. Whole rows are gathered if k exceeds

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The descriptions of the plan's inputs that are parameters, including packed and computed ones."""
+        """The descriptions of the parameters among the plan's inputs, including packed and computed parameters."""
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
-    """Return the forwards with those for small compile ranges wrapped in `RecordedForward`.
+    """Return the forwards, in which each forward for a small compile range is wrapped in `RecordedForward`.
 
     A forward with pieces that Inductor compiled stays unwrapped, since their kernel calls cannot be recorded; a warning
     is logged.

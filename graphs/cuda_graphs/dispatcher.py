@@ -130,7 +130,7 @@ class Dispatcher:
         rare: Sequence[int] = (),
         token_sizes: Sequence[int] | None = None,
     ):
-        """Build the tables.
+        """Build the tables from batch shapes to graphs.
 
         fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes.
         query_lens: query tokens per decoding request for which there are graphs, besides 1. rare: those query_lens for

@@ -31,7 +31,7 @@ PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
 class MemoryReading(NamedTuple):
-    """Device memory in use, in bytes."""
+    """The device memory in use when it was read, in bytes."""
 
     pool: int  # reserved by torch; holds the outputs of captured kernels
     driver: int  # everything else; a graph takes some for each node

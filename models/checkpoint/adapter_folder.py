@@ -54,7 +54,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Content of an adapter's folder.
+    """The content of a LoRA adapter's folder.
 
     Modules are named as in the adapter's files, without PEFT's prefix. `match_modules` gives the base model's names.
     """
@@ -196,7 +196,7 @@ class _Scales:
         self._rslora, self._dora = fields.boolean("use_rslora", False), fields.boolean("use_dora", False)
 
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
-        """Return a module's scale.
+        """Return the factor by which a module's change B A is multiplied.
 
         place: the folder and the module, for errors. has_magnitude: whether the module has DoRA's magnitude vector.
         Raises ValueError if the rank or has_magnitude contradicts the config.

@@ -11,7 +11,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 @dataclass(frozen=True)
 class Biases:
-    """Projections that have a bias."""
+    """Says which of a layer's projections have a bias."""
 
     qkv: bool = False  # q, k and v
     attention_out: bool = False  # o

@@ -48,7 +48,7 @@ log = logging.getLogger("compiled_engine")
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy from the checkpoint: a view of a tensor, or whole encoded tensors, into a view of a parameter."""
+    """A copy to make while loading: of a view of a tensor, or of whole encoded tensors, into a view of a parameter."""
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor

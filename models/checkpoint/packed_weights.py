@@ -37,7 +37,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Names(NamedTuple):
-    """Names of a module's tensors in a layout."""
+    """The last parts of the names of a packed linear's tensors, in one layout."""
 
     words: str
     scales: str
@@ -57,7 +57,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The packed codes of one linear."""
+    """The packed codes of one linear, in the layout of its checkpoint."""
 
     words: torch.Tensor
     layout: str

@@ -153,7 +153,7 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 def read_pooling(
     fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """Return the pooling of a pooling model.
+    """Return how a pooling model makes its result from hidden states.
 
     fields: config.json. reasons: gets the reasons for chosen values. causal: False for an encoder. Raises ValueError
     for an option that the checkpoint does not allow, and for a field that is wrong or not supported.

@@ -34,7 +34,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Value:
-    """An intermediate tensor of a conversion."""
+    """An intermediate tensor of a checkpoint's conversion, described by its shape and pieces."""
 
     shape: Shape
     pieces: tuple[_Piece, ...]

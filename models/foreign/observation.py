@@ -53,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's attention, as the model called it."""
+    """The attention of a layer, as the model called it with the engine's interface."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int

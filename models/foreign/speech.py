@@ -117,7 +117,7 @@ class SpeechModel:
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V]."""
+        """Return the logits [R, V] of hidden states of the decoder."""
         return self.proj_out(hidden_RD)  # type: ignore[no-any-return]
 
     def encode(self, features_CMF: torch.Tensor, attention_inputs: AttentionInputs) -> torch.Tensor:

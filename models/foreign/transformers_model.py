@@ -136,7 +136,7 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixin for the family's decoder class.
+    """Mixin for the family's decoder class, with which the model's head can run alone.
 
     While `step.hands_on` is set, forward computes nothing and returns its input embeddings as hidden states.
     """
@@ -195,7 +195,8 @@ class OrderedHeads:
 class AllTokens:
     """Mixin for Gemma 4's decoder, which may drop tokens that later layers need not compute: keeps all tokens.
 
-    Which tokens are needed is not known in the decoder, and its code would compare the number of tokens with 1.
+    Which tokens are needed is not known in the decoder. Its code would compare the number of tokens with 1, which a
+    trace for all sizes cannot.
     """
 
     def _maybe_slice_kv_shared_inputs(

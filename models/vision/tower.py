@@ -315,12 +315,12 @@ def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) 
 
 
 def indices_of(layers: Sequence[int], stack: nn.ModuleList) -> list[int]:
-    """Return indices in transformers' list of hidden states, of which negative ones count from its end, as positive."""
+    """Return indices in transformers' list of hidden states with negative ones, counted from its end, made positive."""
     return [layer % (len(stack) + 1) for layer in layers]
 
 
 def stack_of(tower: Any) -> nn.ModuleList:
-    """Return the layers of a vision transformer."""
+    """Return the module list of the layers of a vision transformer."""
     return tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
 
 

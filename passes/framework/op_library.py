@@ -112,7 +112,7 @@ def define_op(
 
 
 def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:
-    """Declare the properties of an op. Raises ValueError if the op already has a different declaration.
+    """Record an op's declaration (see OpDeclaration). Raises ValueError if the op already has a different one.
 
     `define_op` declares its ops itself.
     """

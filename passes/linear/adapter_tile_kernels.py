@@ -258,7 +258,7 @@ def expand_kernel(
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of the kernels for many tokens."""
+    """Tile sizes of the adapter kernels for many tokens."""
 
     window: int  # tokens among which a program looks for those of its slot
     turns: int  # programs per window, which share its slots

@@ -49,7 +49,7 @@ def part_of(num_rows: int, num_columns: int) -> int:
 
 @cache
 def tile_of(num_tokens: int, element_size: int) -> Tile:
-    """Return the tile for a number of tokens and elements of this size in bytes."""
+    """Return the tile sizes for a number of tokens and elements of this size in bytes."""
     if element_size == 4:
         return Tile(32, 16 if num_tokens <= 16 else 32, 4, 2)
     for tokens in TOKEN_BUCKETS:

@@ -23,7 +23,7 @@ _parsed = cache(LinearScheme.parse)
 
 
 def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str | None:
-    """Return why the op does not compute a quantised linear with this number of columns; None if it does."""
+    """Return why the batch-invariant op does not compute a quantised linear of num_columns columns; None if it does."""
     scheme = quantised.scheme
     if device.type != "cuda":
         return "quantised linears are the library's on a CPU"

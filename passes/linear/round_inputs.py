@@ -262,7 +262,7 @@ def round_parts_kernel(
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
-    """Return why the kernels cannot round inputs of `k` columns; None if they can."""
+    """Return why the kernels that round inputs cannot round rows of `k` columns; None if they can."""
     columns = 0 if rounding.static else rounding.columns
     if columns & (columns - 1):
         return f"inputs are rounded in {columns} columns, no power of two"
@@ -338,7 +338,7 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels cannot round rows of `k` columns on a GPU, so that torch's ops do; None if they can."""
+    """Return why no kernel can round rows of `k` columns on a GPU, so that torch's ops do; None if one can."""
     missing = None if device.type != "cuda" else why_no_products(capability_of(device), rounding)
     return columns_obstacle(k, rounding) if missing is None else missing
 

@@ -177,7 +177,7 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
 
 
 def _activation(call: fx.Node) -> str:
-    """Return the name of a call's activation, as `activate` takes it."""
+    """Return the name of the activation that a call computes, such as "silu" (see `activate`)."""
     if is_call(call, aten.silu.default):
         return "silu"
     return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

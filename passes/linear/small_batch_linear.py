@@ -80,7 +80,7 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Fuse each norm whose result only linears read into these linears, by changing `linears`.
+    """Fuse each norm that only linears read into these linears, by changing their entries in `linears`.
 
     A residual sum before the norm is fused into the linear that computes its addend; if no linear does, the sum becomes
     an addition of its own. A sum whose addend is normed stays as it is. The experts op counts as a linear, and is

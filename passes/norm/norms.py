@@ -21,7 +21,7 @@ _NATIVE = aten.native_layer_norm.default
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over the last dimension of x.
+    """A norm, in a graph, over the last dimension of x.
 
     If `centred`, it is LayerNorm(x) * weight + bias, otherwise RMSNorm(x) * (offset + weight). Weight and bias are
     parameters of the graph. A LayerNorm may lack both; an RMSNorm always has a weight.

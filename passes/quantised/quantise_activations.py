@@ -37,7 +37,7 @@ class QuantiseActivations(GraphPass):
     kernel_token_counts = TOKEN_COUNTS
 
     def __init__(self, quantisation: Quantisation | None = None):
-        """Make the pass. quantisation: the model's rules, None without."""
+        """Make the pass. quantisation: the model's quantisation rules; None for a model that is not quantised."""
         self._quantisation = quantisation
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:

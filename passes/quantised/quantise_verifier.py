@@ -52,7 +52,7 @@ def verify_quantised(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint as one rank reads it."""
+    """A random checkpoint with quantised weights, as one rank reads it."""
 
     quantisation: Quantisation
     weights: Mapping[str, Parameter]  # all weights, by name
@@ -218,9 +218,9 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """Return the rounding of a weight that is quantised while loading.
+    """Return the rounding of a weight that is quantised while loading, with tiles that end where a rank's part ends.
 
-    Each rank quantises its own part, so tiles are cut to end where the part does.
+    Each rank quantises its own part.
     """
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]
