@@ -71,8 +71,8 @@ class Signature:
     adapted: bool = False  # with the pass that adds the requests' adapters
     images: ImagesConfig | None = None  # set if the embeddings of images are merged
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned after the results
-    # Arguments that the trace has besides, and whether the graph is cut to the part that depends on them alone, or to
-    # the other one. Of the arguments, the callable has those of its part.
+    # Further arguments of the trace. The graph is cut in two: with `hoists`, the callable is the part that depends on
+    # these arguments alone, otherwise the other part. It takes only the arguments of its part.
     hoisted: tuple[str, ...] = ()
     hoists: bool = False
 

@@ -32,7 +32,7 @@ INTEGERS = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False
 # Bits of a word.
 WORD = 32
 _WHOLE_NUMBERS = torch.int32, torch.int64
-# Of AWQ: the column of a word's eight that each four bits hold, from the lowest on.
+# AWQ's order: which of a word's eight columns each four bits hold, from the lowest bits on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
