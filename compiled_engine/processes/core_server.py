@@ -51,7 +51,10 @@ class ApiProcess:
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """`give_up` is called with the id of a request that ends because its output is too large for a message."""
+        """Start with an empty queue.
+
+        give_up: called with the id of a request that ends because its output is too large for a message.
+        """
         self.number = number
         self.connection = connection
         self._give_up = give_up

@@ -45,7 +45,7 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """Run a rank until it is told to stop.
+    """Run a rank until it gets a Stop message.
 
     `connection` is the socket of WorkerChild, and `device` is "cuda" or "cpu". `folder` is where the ranks find each
     other. `descriptors` are those that WorkerChild passes, without the socket's.

@@ -175,7 +175,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """Return the additions of a request's logit_bias, bad_words and min_tokens."""
+    """Return the values that logit_bias, bad_words and min_tokens add to a request's logits."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():

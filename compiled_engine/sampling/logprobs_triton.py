@@ -135,7 +135,7 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return the rows of logprobs.logprob_rows, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
+    """Return what logprobs.logprob_rows does, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
 
     The kernels write device memory, which is copied to pinned memory if on a GPU. PyTorch's allocator tracks pending
     copies but not pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.

@@ -82,7 +82,7 @@ def read_input(item: dict[str, Any]) -> Input:
 
 
 def distinct_calls(plan: Plan) -> Plan:
-    """Return a shorter plan, for warming up, that keeps only the first of several like calls.
+    """Return a shorter plan, for warming up, that keeps only the first of calls that are alike.
 
     It loads all kernels of the whole plan, and allocates tensors of the same sizes, in less time, but computes
     something else. Calls are alike if they call the same piece, or the same op with equal constants on results of the

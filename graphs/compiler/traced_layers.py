@@ -117,7 +117,7 @@ class _Identity(nn.Module):
 
 
 def traced_layers(model: nn.Module) -> tuple[TracedLayers, ...]:
-    """Return the layers to trace of each stack of which some need not be traced.
+    """Return, for each stack with layers that need not be traced, which layers are traced.
 
     Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
     a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed

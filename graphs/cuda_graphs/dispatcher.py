@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class GraphKind(Enum):
-    """Which part of a forward is captured. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
+    """The part of a forward that is captured.
+
+    Unless it is FULL, attention runs between graphs, on the unpadded batch.
+    """
 
     FULL = "full"  # the whole forward, attention included
     PIECEWISE = "piecewise"  # the compiled pieces between attention ops

@@ -306,7 +306,7 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return [T, N], or [T, N / 2] with silu_mul, in x's dtype: the linear with bias, fused as in quantised_linear.
+    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
 
     The weight must be contiguous. tiles: None for those of choose_tiles.
     """

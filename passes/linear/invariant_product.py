@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 @cache
 def part_of(num_rows: int, num_columns: int) -> int:
-    """Return the columns of a part for a weight [num_rows, num_columns]; the last part may have fewer."""
+    """Return the number of columns of a part of a weight [num_rows, num_columns]; the last part may have fewer."""
     parts = min(MOST_PARTS, cdiv(PROGRAMS, cdiv(num_rows, 64)), max(1, num_columns // LEAST_PART))
     return cdiv(cdiv(num_columns, parts), BLOCK_K) * BLOCK_K
 
