@@ -205,7 +205,7 @@ class AsyncLLM:
         return await run_async(await asyncio.to_thread(transcribing, audio, *chosen, timestamps=timestamps), last)
 
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
-        """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.
+        """Process a prompt's images. Return the prompt with tokens that stand for their embeddings, for `generate`.
 
         sampling_params: those of `generate`; with truncate_prompt_tokens, the prompt may be longer than the engine's
         limit.
@@ -352,10 +352,10 @@ class AsyncLLM:
         return True
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Run no steps until `resume_generation`; returns once none runs. Requests that come meanwhile wait.
+        """Run no steps until `resume_generation`; return once no step runs. Requests that arrive meanwhile wait.
 
         mode: "abort" ends all requests of all clients with finish_reason "abort"; "keep" stops them where they are;
-            "wait" lets those that have begun run to their end.
+            "wait" lets requests that have begun run to their end.
         clear_cache: the prefix cache is emptied, and kept requests are computed again; otherwise these keep their keys
             and values, even if the weights change meanwhile.
 
@@ -398,10 +398,10 @@ class AsyncLLM:
         packed: bool = False,
         backend: str = "gloo",
     ) -> None:
-        """Join the group of a trainer, which `update_weights` then can have broadcast tensors.
+        """Join the process group of a trainer, so that `update_weights` can receive tensors that it broadcasts.
 
         address, port: of the trainer's store. rank_offset: the first rank of the engine. world_size: ranks of trainer
-        and engine. packed: several tensors come in a message, which ends with the tensor that brings it above 1 GiB.
+        and engine. packed: a message has several tensors, and ends with the tensor that brings it above 1 GiB.
         backend: gloo or nccl, see docs/rollouts.md.
 
         Raises ValueError with several replicas, ControlError if the trainer does not answer.
@@ -418,13 +418,13 @@ class AsyncLLM:
         await self._client.make(update_calls.START)
 
     async def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
-        """Check an update and put it into place, see `LLM.finish_weight_update`."""
+        """Check the weights of an update and use them, see `LLM.finish_weight_update`."""
         self._attach()
         found: str = await self._client.make(update_calls.finish(version, recompute=recompute))
         return found
 
     async def weight_update_state(self) -> dict[str, Any]:
-        """Return the weights' version, the number of updates, and how many tensors of a running update have come.
+        """Return the weights' version, the number of updates, and the number of tensors received for a running update.
 
         The keys are version, updates and received, which is None while no update is under way.
         """
@@ -445,16 +445,16 @@ class AsyncLLM:
         await self._client.make(ControlCall("sleep", {"level": level}, slow=True))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Use the memory again that `sleep` has given back, see `LLM.wake_up`.
+        """Allocate again the memory that `sleep` has given back, see `LLM.wake_up`.
 
-        Steps run again as soon as requests can, even if generation was paused before `sleep`.
+        Once weights and KV cache are both awake, generation resumes, even if it was paused before `sleep`.
         """
         self._attach()
         if await self._client.call("wake_up", tags=None if tags is None else list(tags)):
             await self._client.call("resume")
 
     async def is_sleeping(self) -> bool:
-        """Return whether `sleep` was called and any part has not been woken."""
+        """Return whether weights or KV cache sleep: `sleep` was called, and `wake_up` not yet for both."""
         self._attach()
         sleeping: bool = await self._client.call("is_sleeping")
         return sleeping
@@ -524,7 +524,7 @@ class AsyncLLM:
 
     @property
     def features(self) -> RequestFeatures:
-        """The features' parts in this process: whether prompts may have images, how audio becomes prompts."""
+        """The parts of features that run in this process, such as those that process images and audio."""
         return self._frontend.features
 
     @property
@@ -617,13 +617,13 @@ class AsyncLLM:
                 await asyncio.to_thread(read)
 
     async def _attached(self, prompt: Prompt) -> Sequence[Attachment | None]:
-        """Return what features attach to a prompt's data, such as images, once the data is ready."""
+        """Return the attachment of the prompt's data, such as images, once the data is ready; empty without data."""
         attached = self._frontend.attach([prompt])
         await self._attaching.wait(attached)
         return attached
 
     async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
-        """Make the calls that the core must serve before it gets these requests."""
+        """Make the control calls that must precede these requests, such as those that load adapters."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._frontend.features:
             await feature.before_async(of_core, self._client)

@@ -22,10 +22,10 @@ from compiled_engine.vision import VisionDescription
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary position embedding. kind: default, linear, llama3, yarn, longrope or dynamic."""
+    """Parameters of the rotary position embedding (RoPE)."""
 
     theta: float
-    kind: str = "default"
+    kind: str = "default"  # default, linear, llama3, yarn, longrope or dynamic
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0
@@ -61,13 +61,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LengthAngles:
-    """Rotary angles that depend on a request's length if it is longer than `border` tokens.
-
-    recomputes: all angles of a request change when it exceeds the border, so its keys are computed again (LongRoPE).
-    Otherwise keys keep the angles with which they were computed (dynamic NTK).
-    """
+    """Rotary angles that depend on a request's length if it is longer than `border` tokens."""
 
     border: int
+    # All angles of a request change when it exceeds the border, so its keys are computed again (LongRoPE). Otherwise
+    # keys keep the angles with which they were computed (dynamic NTK).
     recomputes: bool
 
 
@@ -76,7 +74,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is distributed over devices and processes."""
+    """The distribution of the model over devices and processes."""
 
     tensor_parallel_size: int  # ranks that compute each layer together, one per device
     # in_process, multiprocess, or ray: replicas in a cluster, each of which uses one of the other executors
@@ -128,7 +126,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class Recurrences:
-    """The states of a model's recurrences."""
+    """The recurrent states of all of a model's layers."""
 
     states: tuple[RowState, ...]  # with drafts, also the tensors that keep updates of drafts, see recurrence/states.py
     num_rows: int = 0  # rows of each state, one per running request
@@ -137,12 +135,12 @@ class Recurrences:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a running request's row in all states together."""
+        """Bytes of all recurrent states of one running request."""
         return sum(state.row_bytes for state in self.states)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of a snapshot's row in all states together."""
+        """Bytes of one snapshot of all recurrent states of a request."""
         return sum(state.row_bytes for state in self.states if state.in_snapshots)
 
     def rows_of(self, state: RowState) -> int:
@@ -254,11 +252,11 @@ class ModelConfig:
 
     @property
     def num_mlps(self) -> int:
-        """Number of layers with an MLP instead of experts."""
+        """Number of layers with a single MLP instead of a mixture of experts."""
         return len(self.experts.dense_layers) if self.experts.count else self.num_layers
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Return the heads of a layer."""
+        """Return the number and size of a layer's attention heads."""
         if self.layer_heads is not None:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
@@ -296,7 +294,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class BlockFilesConfig:
-    """The files of blocks of the KV cache."""
+    """Folder and limits of the files to which blocks of the KV cache are written."""
 
     folder: Path  # of this model, below the user's, see resolve/host_blocks.py
     limit: int  # blocks with files, for each replica
@@ -342,7 +340,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """How events of the prefix cache are published over ZeroMQ."""
+    """Settings for publishing events of the prefix cache over ZeroMQ."""
 
     endpoint: str  # of the PUB socket: bound if it has a wildcard or names a local socket, otherwise connected to
     replay_endpoint: str | None  # of the ROUTER socket that replays batches; None: there is none
@@ -385,7 +383,7 @@ class ImagesConfig:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Numbers of pairs of a head's elements that rotate by the position in time, in height and in width.
+        """Numbers of a head's rotary frequencies for the position in time, in height and in width (M-RoPE).
 
         () if tokens have a single position.
         """
@@ -394,7 +392,7 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How images of prompts are read and processed."""
+    """Settings for reading and processing the images of prompts."""
 
     placeholder: int  # token that stands for an image in prompts, before it is replaced by those of its embeddings
     max_images: int  # of a prompt
@@ -422,7 +420,7 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay graphs, and what a graph contains, see docs/cuda_graphs.md.
+    """Selects the batches that replay graphs, and the part of a step that a graph contains; see docs/cuda_graphs.md.
 
     RECORDED is for CPUs: calls of C++ kernels are recorded and replayed.
     """
@@ -437,7 +435,7 @@ class GraphMode(Enum):
 
     @property
     def captures_decodes(self) -> bool:
-        """Whether batches of decodes alone have graphs of the whole forward."""
+        """Whether batches without prefills have graphs of the whole forward."""
         return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
 
     @property
@@ -579,7 +577,7 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most drafts that a step computes for a request beyond its newest token."""
+        """Most drafts that a step computes for a request, in addition to the request's newest token."""
         return self.speculation.num_tokens
 
     @property
@@ -594,7 +592,7 @@ class EngineConfig:
 
     @property
     def offset_choices(self) -> tuple[bool, ...]:
-        """The values that InputBatch.has_offsets may have: True, False, or both."""
+        """Whether rows of a batch begin at offsets from a request's newest token, as drafts need: one value or both."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)

@@ -56,10 +56,10 @@ class FrontendParts:
         made: Callable[[Sequence[PreparedRequest]], None],
         **given: Any,
     ) -> Arrivals | None:
-        """Return the requests of prompts of which some have data; None if no prompt has data.
+        """Return a call's requests, each made once its prompt's data is ready; None if no prompt has data.
 
-        Prompts without data, and all that does not depend on data, are checked here. made: is called with each request
-        before it is returned. Raises as `completions` does.
+        Arguments, and prompts without data, are checked at once. Raises as `completions` does. made: called with each
+        request, alone in a sequence, before `Arrivals.take` returns it.
         """
         if not (attached := self.attach(prompts)):
             return None
@@ -82,7 +82,7 @@ class FrontendParts:
         return Arrivals(attached, [partial(request_of, make) for make in makers], order, running)
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
-        """Return what features attach to the data of each prompt; () if no prompt has data.
+        """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.
 
         The data need not be ready yet. Raises as RequestFeature.attach does, and ValueError if no feature reads data.
         """

@@ -61,12 +61,12 @@ def head_width(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def holds_latents(cache: torch.Tensor) -> bool:
-    """Return whether a cache holds latent rows, [N, 1, P, 1, w], whose values are the beginnings of the keys."""
+    """Return whether a cache [N, 1, P, 1, w] holds rows of latent attention, each both a key and (in part) a value."""
     return cache.shape[1] == 1
 
 
 def halves_of(latent_dim: int) -> int:
-    """Return the size of a cache's dimension 1: 2 for keys and values, 1 for latent rows, which are both."""
+    """Return the size of a cache's dimension 1: 2 for keys and values, 1 for latent attention, whose rows are both."""
     return 1 if latent_dim else 2
 
 

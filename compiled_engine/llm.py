@@ -181,10 +181,10 @@ class LLM:
         language: a code such as "en"; None to detect it.
         task: "transcribe", or "translate" into English.
         prompt: a text before the audio's, whose style and names the result follows.
-        temperature: of sampling, or several, of which the next is used for a window whose text repeats itself or is
-            improbable; None for those of the paper.
-        timestamps: the segments of the result are those of the text, with their times. Windows are then decoded one
-            after the other; otherwise together, and each is a segment.
+        temperature: of sampling. If there are several, a window whose text repeats itself or is improbable is decoded
+            again with the next one. None for the temperatures of the Whisper paper.
+        timestamps: the model divides the text into segments with times, and windows are decoded one after the other.
+            Otherwise windows are decoded together, and each is a segment.
 
         Raises TypeError, ValueError or OSError for bad input, before anything is scheduled.
         """
@@ -298,7 +298,7 @@ class LLM:
         """Empty the prefix cache. Returns True.
 
         reset_running_requests: running requests are computed again; otherwise they are not affected. reset_connector:
-            has no effect, as there is no cache outside the engine.
+            has no effect, as blocks kept in host memory and files are given up in any case.
         """
         self._require_open().call(ControlCall("reset_prefix_cache", {"of_running": reset_running_requests}))
         return True
@@ -312,11 +312,11 @@ class LLM:
         """Replace the weights in place, between two steps; nothing is compiled or captured again.
 
         weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, (name, tensor) pairs, or
-            SharedTensors of another process. They are the whole checkpoint, but between `start_weight_update` and
-            `finish_weight_update` a part of it.
+            SharedTensors of another process. They must be the whole checkpoint; between `start_weight_update` and
+            `finish_weight_update`, each call may have a part of it.
         version, recompute: see `finish_weight_update`.
 
-        Raises TypeError or ControlError for weights that do not fit; the old ones then stay.
+        Raises TypeError or ControlError for weights that do not fit; the engine then keeps the old weights.
         """
         calls = update_calls.update(weights, self.config.parallel, version, recompute=recompute, in_this_process=True)
         update_calls.served(calls, self._require_open().call)
@@ -326,14 +326,14 @@ class LLM:
         self._require_open().call(update_calls.START)
 
     def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
-        """Check and put into place what `update_weights` has added since `start_weight_update`; returns the version.
+        """Check and use the weights that `update_weights` has added since `start_weight_update`; return the version.
 
         The prefix cache is emptied. version: the name of the new weights in outputs and metrics; None for the number of
             updates so far.
         recompute: running requests are computed again from their tokens; otherwise they keep the keys and values of the
             old weights.
 
-        Raises ControlError if the weights do not fit; they are then dropped, and the old ones stay.
+        Raises ControlError if the weights do not fit; the engine then drops them and keeps the old weights.
         """
         found: str = self._require_open().call(update_calls.finish(version, recompute=recompute))
         return found
@@ -341,9 +341,9 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back to the system until `wake_up`; requires enable_sleep_mode.
 
-        level: 1 for the KV cache, and weights on a GPU, which are kept in host memory; 2 for the KV cache and the
-            weights, after which `update_weights` must follow.
-        mode: what becomes of open streams: "abort" ends them, "keep" has them computed again afterwards.
+        level: 1 gives back the KV cache and, on a GPU, the weights, which are copied to host memory; 2 gives back both
+            without a copy, so `update_weights` must follow; 0 only stops the engine.
+        mode: what becomes of open streams: "abort" ends them, "keep" computes them again after `wake_up`.
 
         Raises ControlError for another level or mode, or without enable_sleep_mode.
         """
@@ -354,16 +354,16 @@ class LLM:
         core.call(ControlCall("pause", {"mode": mode, "clear_cache": False}))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Use the memory again that `sleep` has given back. tags: weights, kv_cache, or None for both.
+        """Allocate again the memory that `sleep` has given back. tags: weights, kv_cache, or None for both.
 
-        Requests run again once both are awake, and, after level 2, `update_weights` has brought weights.
+        Requests run again once both are awake and, after level 2, `update_weights` has brought weights.
         """
         core = self._require_open()
         if core.call(ControlCall("wake_up", {"tags": None if tags is None else list(tags)})):
             core.call(ControlCall("resume"))
 
     def is_sleeping(self) -> bool:
-        """Return whether `sleep` was called and any part has not been woken."""
+        """Return whether weights or KV cache sleep: `sleep` was called, and `wake_up` not yet for both."""
         sleeping: bool = self._require_open().call(ControlCall("is_sleeping"))
         return sleeping
 
@@ -468,7 +468,7 @@ class LLM:
         patience_s: float = 0.0,
         arrivals: Arrivals | None = None,
     ) -> list[Any]:
-        """Run requests, or those of `arrivals`. Returns their outputs in the order of the requests.
+        """Run `requests`, or the requests of `arrivals`. Returns their outputs in the order of the prompts.
 
         `stage` names this work in progress reports. See Progress for `patience_s`.
         """
@@ -520,7 +520,7 @@ class LLM:
         return requests
 
     def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
-        """Make the calls that the core must serve before it gets these requests."""
+        """Make the control calls that must precede these requests, such as those that load adapters."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._frontend.features:
             feature.before(of_core, self._require_open())

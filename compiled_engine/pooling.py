@@ -57,12 +57,12 @@ class Pooling:
 
     @property
     def every_token(self) -> bool:
-        """Whether a result needs the hidden states of other tokens than the last."""
+        """Whether a result needs the hidden states of tokens before the last token."""
         return self.kinds != LAST
 
     @property
     def num_labels(self) -> int:
-        """Number of a classifier's labels. It is 1 for a reranker that judges by the logits of one or two tokens."""
+        """Number of a classifier's labels; 1 for a reranker whose score is computed from one or two tokens' logits."""
         return 1 if self.head and self.head[-1].tokens else len(self.labels)
 
 
@@ -118,7 +118,7 @@ class PoolerConfig:
             raise ValueError(f"pooler_config: dimensions is {self.dimensions!r}; allowed: an integer of at least 1")
 
     def converts(self, convert: str) -> str:
-        """Return how the model is converted: by `task` if it is given, otherwise by the option `convert`.
+        """Return the model's conversion, such as embed: that of `task` if it is given, otherwise the option `convert`.
 
         Raises ValueError if the task and the option contradict each other.
         """

@@ -94,7 +94,7 @@ class Rounding(NamedTuple):
     def least(self) -> float:
         """The least code: the dtype's least value for integers, otherwise the negative of `largest`.
 
-        For signed bytes it is -128, of which static scales of inputs make use.
+        For int8 it is -128, which inputs with a static scale use.
         """
         return torch.iinfo(self.dtype).min if self.is_integer else -self.largest
 
@@ -112,7 +112,7 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """How a linear's weight [N, K], of N outputs and K inputs, and its inputs [T, K], of T tokens, are rounded.
+    """The rounding of a linear's weight [N, K], of N outputs and K inputs, and of its inputs [T, K], of T tokens.
 
     If `inputs` is None, the inputs are not rounded.
     """
@@ -134,9 +134,9 @@ class LinearScheme(NamedTuple):
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that divide a part of num_rows rows and num_columns columns.
+        """Return the scheme with tiles that divide a part of a weight, of num_rows rows and num_columns columns.
 
-        Each size of a tile becomes its greatest common divisor with that of the part. Tiles that span all rows become
+        Each size of a tile becomes its greatest common divisor with the part's size. Tiles that span all rows become
         single rows; tiles that span all columns stay as they are. The columns of input tiles are reduced like the
         weight's. num_columns 0: no columns change.
         """
@@ -150,7 +150,7 @@ class LinearScheme(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Assigns a scheme to the modules that match one of its targets."""
+    """Assigns a quantisation scheme to the modules whose names match one of its targets."""
 
     # Module names, `re:` and a regular expression that matches from the start of a name, or `Linear` for all linears.
     targets: tuple[str, ...]

@@ -57,7 +57,7 @@ class Declaration(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether the value is a list."""
+        """Whether the field's value is a list."""
         return self.schema.get("type") == "array"
 
 

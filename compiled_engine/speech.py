@@ -1,4 +1,4 @@
-"""A speech model's encoder, whose result the decoder attends to, and how audio is given to it: plain data."""
+"""Plain data that describes a speech model's encoder, its rules for tokens, and how the engine reads audio."""
 
 from __future__ import annotations
 

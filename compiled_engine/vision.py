@@ -56,7 +56,7 @@ class VisionDescription:
 
     @property
     def row_size(self) -> int:
-        """Number of elements for each position: its embedding, followed by those of the levels."""
+        """Number of elements for each position: its embedding, then one further embedding for each of `levels`."""
         return (1 + self.levels) * self.embedding_size
 
     @property
@@ -79,8 +79,8 @@ class VisionDescription:
     def most_embeddings(self, max_pixels: int, max_tiles: int = 1) -> int:
         """Return the largest number of embeddings of an image.
 
-        max_pixels: of a grid. max_tiles: tiles of an image. Each has no effect on the other kind of tower, and neither
-        has with `resolutions`.
+        max_pixels: most pixels of an image, for a tower that reads grids. max_tiles: most tiles of an image, for a
+        tower that reads tiles. With `resolutions`, neither has an effect.
         """
         if self.resolutions:
             return max(self._most_of(height, width) for height, width in self.resolutions)
@@ -97,10 +97,10 @@ class VisionDescription:
         return self.most_embeddings(max_pixels) * self.merged_patches
 
     def most_tiles(self, num_embeddings: int) -> int:
-        """Return the most tiles that images with `num_embeddings` embeddings together have.
+        """Return an upper bound on the tiles of images that together have `num_embeddings` embeddings.
 
-        The result is at least that of one tile, or of one image with `resolutions`. Every image has at least the
-        embeddings of one tile.
+        The bound has room for at least one tile or, with `resolutions`, for one image. It relies on every image having
+        at least the embeddings of one tile.
         """
         whole = max(1, num_embeddings // self.tile_embeddings)
         return whole * self._most_tiles_of_image() if self.resolutions else whole

@@ -14,7 +14,10 @@ KIB = 1 << 10
 
 
 def card_kernels(result: Result) -> str:
-    """A row for each kind of start, a column for each card: kernels, and the most shared memory that one takes."""
+    """Return a table with a row for each kind of start, and a column for each card.
+
+    A cell has the number of kernels, and the most shared memory that one of them takes.
+    """
     cards = {card["arch"]: card for card in result["cards"]}
     by_start: dict[str, dict[int, Mapping[str, Any]]] = {}
     for record in result["starts"]:
@@ -34,7 +37,7 @@ def _cell(record: Mapping[str, Any] | None) -> str:
 
 
 def card_spills(result: Result) -> str:
-    """A row for each kernel whose threads keep values in memory: the most bytes of a thread on each card."""
+    """Return a table of the kernels whose threads keep values in memory: the most bytes of a thread, by card."""
     archs = [card["arch"] for card in result["cards"]]
     most: dict[str, dict[int, int]] = {}
     for record in result["starts"]:
@@ -47,7 +50,7 @@ def card_spills(result: Result) -> str:
 
 
 def card_linears(result: Result) -> str:
-    """A row for each kind of quantised weights and each group of cards that compute its linears alike."""
+    """Return a table of the kernels of quantised linears, by kind of start and by cards that use the same kernels."""
     groups: dict[tuple[str, str], list[int]] = {}
     for record in result["starts"]:
         for note in record.get("linears", ()):

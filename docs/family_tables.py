@@ -23,8 +23,11 @@ SHOWN_PASSES = {
 
 
 def families(result: Result, *compiled: Result) -> str:
-    """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts; if
-    `compiled` is given, the difference and, where it was measured, output tokens per second of the compiled engine."""
+    """Return a table with a row for each family: differences of log-probabilities, and matches of passes.
+
+    A difference is the largest from transformers, by mode. Matches are shown with the passes' contracts. compiled:
+    results of the compiled engine, with its output tokens per second where they were measured.
+    """
     elsewhere = {record["family"]: record for each in compiled for record in each["results"]}
     modes = ["eager", "fused", *(["compiled"] if compiled else [])]
     rated = any(record.get("compiled", {}).get("tokens_per_s") for record in elsewhere.values())
@@ -48,8 +51,11 @@ def families(result: Result, *compiled: Result) -> str:
 
 
 def family_counts(*results: Result) -> str:
-    """A row for each way to run: the families that were run so in any of the results, how many are right, the largest
-    difference, and how many of those whose tokens were compared have the greedy tokens of transformers."""
+    """Return a table with a row for each way to run: eager, after passes, compiled.
+
+    Columns: the families that any result has in this way, those that are right, the largest difference, and the
+    families with the greedy tokens of transformers among those whose tokens were compared.
+    """
     ways = {"eager": "eager", "fused": "after passes", "compiled": "compiled"}
     rows = []
     for mode, shown in ways.items():
@@ -63,8 +69,11 @@ def family_counts(*results: Result) -> str:
 
 
 def families_on_a_gpu(result: Result) -> str:
-    """Families in CUDA graphs. In fp32 the largest differences: from transformers in fp32, from it in float64, and
-    between the two; in bf16 the mean one and that of transformers."""
+    """Return a table of differences of log-probabilities of families in CUDA graphs.
+
+    In fp32 these are the largest differences: from transformers in fp32, from transformers in float64, and between
+    these two. In bf16 they are the mean difference of the engine, and that of transformers.
+    """
     found = {(record["family"], record["dtype"]): record["graphed"] for record in result["results"]}
     rows = []
     for name in dict.fromkeys(record["family"] for record in result["results"]):

@@ -44,7 +44,7 @@ Load = Callable[[str], dict[str, Any]]
 
 
 class FigureError(ValueError):
-    """A marker that names no measurement, or no number in it."""
+    """Raised for a marker that names no measurement, or no number in it."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def number_at(result: Any, path: str) -> float:
-    """The number that `path` leads to."""
+    """Return the number to which `path` leads in a result. Raises FigureError if there is none."""
     found = result
     for part in path.split("/"):
         key, is_choice, value = part.partition("=")
@@ -77,7 +77,7 @@ def shown(number: float, form: str) -> str:
 
 
 def up_to_date(text: str, load: Load = load) -> str:
-    """The text of a document with every figure and table as its measurement has it."""
+    """Return the text of a document with every figure and table replaced by its measurement's values."""
 
     def figure(match: re.Match[str]) -> str:
         begin, name, path, form, _, end = match.groups()

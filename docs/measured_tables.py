@@ -27,7 +27,7 @@ EMBEDDERS = ("engine", "transformers", "sentence-transformers")
 
 
 def ablation(result: Result) -> str:
-    """A row for each variant, the bound below."""
+    """Return a table of step times, prefill rate and kernels: a row for each variant of the engine, then the bound."""
     batches = list(result["bound"]["step_ms"])
     headings = ["variant", *(f"batch {batch}, ms" for batch in batches), "mixed step, ms", "prefill, tok/s", "kernels"]
     rows = []
@@ -43,7 +43,7 @@ def ablation(result: Result) -> str:
 
 
 def quantised_linears(result: Result) -> str:
-    """Microseconds of each linear in 16 bits and with the schemes of FP8, and the time to read the codes."""
+    """Return a table of the microseconds of each linear in bf16 and in two FP8 schemes, and of reading its codes."""
     headings = ["tokens", "linear", "bf16, us", "fp8, us", "fp8_block, us", "bound of fp8, us"]
     figures = ("bf16", "fp8", "fp8_block", "bound")
     rows = [[f"{r['tokens']}", f"`{r['linear']}`", *(f"{r[name]:.1f}" for name in figures)] for r in result["rows"]]
@@ -51,7 +51,7 @@ def quantised_linears(result: Result) -> str:
 
 
 def spreads(result: Result) -> str:
-    """Show the spread of repeats: least, median and most of each figure of the first variant."""
+    """Return a table of the least, median and largest repeat of each figure of the first variant."""
     record = result["variants"][0]
     figures = {f"step, batch {batch}, ms": figure for batch, figure in record["step_ms"].items()}
     figures |= {f"TPOT, batch {batch}, ms": figure for batch, figure in record["tpot_ms"].items()}
@@ -63,7 +63,10 @@ def spreads(result: Result) -> str:
 
 
 def pass_gains(*results: Result) -> str:
-    """Show the cost of disabling a pass for a decode step, in microseconds: a column for each model and batch size."""
+    """Return a table of the microseconds that a decode step takes longer without each pass.
+
+    There is a column for each model and batch size.
+    """
     batches = ("1", "8", "64")
     headings = ["without", *(f"{model_name(result)}, batch {batch}" for result in results for batch in batches)]
     prefix = "compiled + full without "
@@ -84,7 +87,7 @@ def pass_gains(*results: Result) -> str:
 
 
 def graph_memory(*results: Result) -> str:
-    """Show the memory of CUDA graphs, predicted and used."""
+    """Return a table of the memory of CUDA graphs, as predicted and as used, by variant of the engine."""
     rows = []
     for result in results:
         for record in result["variants"]:
@@ -98,7 +101,7 @@ def graph_memory(*results: Result) -> str:
 
 
 def step_split(*results: Result) -> str:
-    """Microseconds of a decode step, by part."""
+    """Return a table of the microseconds that each part of a decode step takes, by model and batch size."""
     names = ["schedule", "prepare", "launch", "output", "host", "wait", "step", "device"]
     rows = []
     for result in results:
@@ -110,7 +113,7 @@ def step_split(*results: Result) -> str:
 
 
 def start_up(*results: Result) -> str:
-    """Seconds of cold and warm starts by stage, parts of a stage indented."""
+    """Return a table of the seconds of cold and warm starts by stage; the parts of a stage are indented below it."""
     starts = [(result, kind) for result in results for kind in ("cold", "warm")]
     spans = [result["results"][kind]["start_up"] for result, kind in starts]
     stages: dict[str, str | None] = {}
@@ -139,14 +142,14 @@ def _seconds(spans: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def loading(result: Result) -> str:
-    """Show the rates of reading and loading a checkpoint."""
+    """Return a table of the rates at which a checkpoint's files are read and the checkpoint is loaded."""
     names = {"read_gb_per_s": "read files, GB/s", "load_gb_per_s": "load, GB/s"}
     rows = [[shown, *(f"{rate:.1f}" for rate in sorted(result[name]))] for name, shown in names.items()]
     return below(markdown(["", "slowest", *[""] * (len(rows[0]) - 3), "fastest"], rows), result)
 
 
 def beside_transformers(result: Result) -> str:
-    """Output tokens per second of the engine and of every way of transformers, and how they compare."""
+    """Return a table of output tokens per second of the engine and of every way to run transformers."""
     rows, said = [], []
     repeated = result["repeats"] > 1
     for name, requests in (("one", "1 request"), ("many", f"{result['workload']['requests']} requests")):
@@ -169,7 +172,10 @@ def beside_transformers(result: Result) -> str:
 
 
 def through_http(result: Result) -> str:
-    """The engine itself and each of its servers: throughput, latencies under steady load, and the time of a start."""
+    """Return a table of the engine without a server, and with each server, compared.
+
+    Columns: throughput, latencies under steady load, and the time until the start has ended.
+    """
     ready = {name: median(seconds, 1) for name, seconds in result.get("ready_s", {}).items()}
     offline = result["offline"]
     rows = [["offline", median(offline["output_throughput"], 0), *[""] * 7, ready.get("offline", "")]]
@@ -187,7 +193,7 @@ def through_http(result: Result) -> str:
 
 
 def performance(result: Result, peers: Result) -> str:
-    """The rows of the table compared with a peer's, this engine's before, their bounds, and what was aimed at."""
+    """Return a table of all measured rows: vLLM's figure, this engine's before and now, the bound, and the aim."""
     known = {row["id"]: row for row in peers["rows"]}
     headings = [peers["engines"]["vllm"], "before", "now", "spread", "n", "bound", "share of bound", "aim"]
     rows = []
@@ -212,7 +218,7 @@ def performance(result: Result, peers: Result) -> str:
 
 
 def curves(result: Result) -> str:
-    """The plots of a table's curves, which `figures.py --plots` draws: of those with two points or more."""
+    """Return the pictures of the result's curves that have at least two points. `figures.py --plots` draws them."""
     points = [(row["model"], row["curve"]) for row in result["rows"] if "curve" in row and "measured" in row]
     names = dict.fromkeys(name for name in points if points.count(name) > 1)
     pictures = [
@@ -233,7 +239,7 @@ def _range(row: Result, value: float | Sequence[float] | None) -> str:
 
 
 def losses(result: Result) -> str:
-    """Rows of `bench loss`, and the same formulas in plain PyTorch."""
+    """Return a table of the rows of `bench loss`, each beside the figures of the same formulas in plain PyTorch."""
     headings = ["", "loss", "difference", "divergence", "99th percentile", "same best token"]
     headings += ["plain PyTorch: difference", "divergence", "same best token"]
     rows = []
@@ -252,13 +258,13 @@ def _loss_cells(row: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
 
 
 def peers(result: Result) -> str:
-    """Each engine's figures, and the bound, of the rows that other engines have too."""
+    """Return a table of the figures of all engines, and the bounds, in the rows that several engines have."""
     rows = [row for row in result["rows"] if len(row.keys() & result["engines"].keys()) > 1]
     return _compared(result, rows, {**result["engines"], "bound": "bound"})
 
 
 def highlights(result: Result, starts: Result, peers: Result) -> str:
-    """A few rows of the table and of starts, compared with a peer's."""
+    """Return a table of the rows named in HIGHLIGHTS: vLLM's figure, this engine's, and the bound."""
     known = {row["id"]: row for row in peers["rows"]}
     measured = {row["id"]: row for row in (*result["rows"], *starts["rows"]) if "measured" in row}
     rows = [
@@ -275,7 +281,10 @@ def highlights(result: Result, starts: Result, peers: Result) -> str:
 
 
 def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A figure may be a range: two numbers."""
+    """Return a table with a row for each of `rows`, and a column for each of `columns` (key -> heading).
+
+    A figure may be a range: two numbers.
+    """
 
     def cell(row: Mapping[str, Any], name: str) -> str:
         value = row.get(name, [])
@@ -286,8 +295,11 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
 
 
 def grid(result: Result) -> str:
-    """A table that the result describes: `columns` of a row's key, heading and digits. Without digits the cell is text,
-    with "auto" a figure of two digits below 100; figures that were not measured are empty."""
+    """Return a table whose columns the result describes, by a row's key, the heading, and the number of digits.
+
+    Without digits the cell is text; with "auto" a figure has two digits below 100, otherwise none. Figures that were
+    not measured are empty.
+    """
 
     def cell(value: Any, digits: int | str | None) -> str:
         if value is None or digits is None:
@@ -300,7 +312,7 @@ def grid(result: Result) -> str:
 
 
 def embeddings(*results: Result) -> str:
-    """A row for each model and workload: texts a second of the engine and of those that were measured next to it."""
+    """Return a table of texts per second of the engine and of other embedders, by model and workload."""
     rows = [(result, row) for result in results for row in result["results"]]
     names = [name for name in EMBEDDERS if any(name in row["contenders"] for _, row in rows)]
     headings = ["model", "texts x tokens", *(f"{name}, texts/s" for name in names), "best to best"]
@@ -314,7 +326,10 @@ def embeddings(*results: Result) -> str:
 
 
 def prefix_traffic(result: Result) -> str:
-    """Show what an engine with host memory and files finds of shared documents, beside one without them."""
+    """Return a table of hit rates and latencies for requests about shared documents.
+
+    Compared are an engine that keeps KV blocks in host memory and files, and one that does not.
+    """
     engines = result["engines"]
     rows = [
         [f"hit rate, {shown}", *(f"{engine['hit_rate'][tier]:.1%}" for engine in engines.values())]
@@ -333,7 +348,7 @@ def prefix_traffic(result: Result) -> str:
 
 
 def kv_cache_loss(result: Result) -> str:
-    """A row for each format of the KV cache."""
+    """Return a table of the loss of accuracy by each format of the KV cache."""
     headings = ["cache", "loss added", "KL", "KL at position 100", "KL at 1,500 to 2,000", "same token"]
     rows = [
         [

@@ -19,7 +19,7 @@ from compiled_engine.server.options import Limits, ServerOptions
 
 
 def engine_options() -> str:
-    """The keywords of `LLM`, each with the option of the command line where that has another name."""
+    """Return a table of the keywords of `LLM`, with the command-line option where that has another name."""
     rows = (row(each, *written_otherwise(each)) for each in declarations(EngineOptions))
     return markdown("option", "default", "meaning", rows=rows)
 
@@ -29,7 +29,7 @@ def sampling_parameters() -> str:
 
 
 def other_sampling_parameters() -> str:
-    """Sampling parameters of vLLM that this engine does not have, by what becomes of them."""
+    """Return a table of vLLM's sampling parameters that this engine lacks, grouped by how they are handled."""
     names = by_value((param.result, f"`{name}`{values(param.asks_nothing)}") for name, param in OTHER_PARAMS.items())
     return markdown(
         "parameters (values that do not ask for it)", "here", rows=[(each, text) for text, each in names.items()]
@@ -37,13 +37,13 @@ def other_sampling_parameters() -> str:
 
 
 def transformers_parameters() -> str:
-    """Parameters of transformers' `generate`, by this engine's name."""
+    """Return a table of parameters of transformers' `generate`, with this engine's names for them."""
     names = by_value((instead, f"`{name}`") for name, instead in OF_TRANSFORMERS.items())
     return markdown("parameters", "instead", rows=[(each, instead) for instead, each in names.items()])
 
 
 def server_options() -> str:
-    """The options of `serve` in addition to the engine's, as the command line writes them."""
+    """Return a table of the options of `serve` in addition to the engine's, as the command line writes them."""
     return written_options(ServerOptions)
 
 
@@ -66,7 +66,7 @@ def row(declaration: Declaration, *notes: str) -> tuple[str, str, str]:
 
 
 def written_otherwise(declaration: Declaration) -> Iterator[str]:
-    """Yield the flag of an option if its name follows no rule, and whether it may be repeated."""
+    """Yield notes on an option: its flag, if that is not its name with hyphens, and that it may be repeated."""
     argument: Any = Argument(declaration)
     if argument.written != f"--{declaration.name.replace('_', '-')}":
         yield f"`{argument.written}`"
@@ -75,18 +75,18 @@ def written_otherwise(declaration: Declaration) -> Iterator[str]:
 
 
 def same_keywords() -> str:
-    """Keywords of other engines that are options of this one."""
+    """Return a list of the keywords of other engines that are options of this engine, with the same name."""
     return ", ".join(name for name, means in honoured(KEYWORDS) if name == means) + "."
 
 
 def honoured_keywords() -> str:
-    """The other keywords that mean something here, by what they mean."""
+    """Return a table of the other engines' keywords that have a meaning but another name here, by meaning."""
     names = by_value((means, name) for name, means in honoured(KEYWORDS) if name != means)
     return markdown("keyword", "here", rows=[(each, means) for means, each in names.items()])
 
 
 def keywords_not_supported() -> str:
-    """Keywords that ask for unsupported features, by what to do instead."""
+    """Return a table of the other engines' keywords for unsupported features, by what to use instead."""
     only = {name: row for name, row in KEYWORDS.items() if isinstance(row, Only)}
     names = by_value((row.instead, f"`{name}`{values(row.values)}") for name, row in only.items())
     rows = [(each, instead) for instead, each in names.items()]
@@ -94,7 +94,7 @@ def keywords_not_supported() -> str:
 
 
 def keywords_without_effect() -> str:
-    """Keywords that change nothing, by the reason."""
+    """Return a table of the other engines' keywords that change nothing here, by the reason."""
     ignored = {name: row for name, row in KEYWORDS.items() if isinstance(row, WithoutEffect)}
     names = by_value((row.reason, f"`{name}`") for name, row in ignored.items())
     return markdown("why", "keywords", rows=names.items())
@@ -109,13 +109,13 @@ def words_of_load_tests() -> str:
 
 
 def words(heading: str, rows: Rows) -> str:
-    """Words of a command of another engine, by what becomes of them."""
+    """Return a table of the options of another engine's command, grouped by how they are handled here."""
     names = by_value((_here(row), f"`--{name.replace('_', '-')}`") for name, row in rows.items() if _here(row))
     return markdown(heading, "here", rows=[(each, here) for here, each in names.items()])
 
 
 def _here(row: Row) -> str:
-    """Return what becomes of a word; nothing for an option of this engine."""
+    """Return how an option of another engine's command is handled; "" if it is an option of this engine too."""
     if isinstance(row, Honoured):
         return "" if row.means == f"`{row.option}`" else row.means
     if isinstance(row, Only):
@@ -124,7 +124,7 @@ def _here(row: Row) -> str:
 
 
 def missing_methods() -> str:
-    """Attributes of other engines' LLM, by what to do instead."""
+    """Return a table of attributes of other engines' `LLM`, by what to use instead."""
     names = by_value((instead, f"`{name}`") for name, instead in MISSING.items())
     return markdown("attributes", "instead", rows=[(each, instead) for instead, each in names.items()])
 
@@ -143,7 +143,7 @@ def values(accepted: Sequence[Any]) -> str:
 
 
 def by_value(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:
-    """The names that have a value in common, in their order."""
+    """Return the names of each value, joined by commas. pairs: (value, name)."""
     names = defaultdict(list)
     for value, name in pairs:
         names[value].append(name)

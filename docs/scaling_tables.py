@@ -9,7 +9,10 @@ from table_text import Result, below, markdown
 
 
 def _linear(result: Result, kind: str) -> tuple[list[Result], float, float]:
-    """A collective's measurements by size; seconds that any takes, and bytes a second beyond, from the two ends."""
+    """Fit a line through a collective's measurements of the fewest and of the most bytes.
+
+    Returns (measurements in order of bytes, seconds for no bytes, bytes per second).
+    """
     found = sorted((e for e in result["collectives"] if e["kind"] == kind), key=lambda entry: entry["bytes"])
     least, most = ((entry["bytes"], entry["microseconds"]["median"] * 1e-6) for entry in (found[0], found[-1]))
     rate = (most[0] - least[0]) / (most[1] - least[1])
@@ -17,7 +20,7 @@ def _linear(result: Result, kind: str) -> tuple[list[Result], float, float]:
 
 
 def collectives(result: Result) -> str:
-    """Each kind at each size, compared with what the line through the ends of the kind says."""
+    """Return a table of each kind of collective by size: the time that `_linear` predicts, and the measured time."""
     rows = []
     for kind in dict.fromkeys(entry["kind"] for entry in result["collectives"]):
         found, latency_s, rate = _linear(result, kind)
@@ -29,7 +32,10 @@ def collectives(result: Result) -> str:
 
 
 def tensor_parallel_steps(result: Result) -> str:
-    """Show the time of the weights and of the fused sums of a decode step, in ms, by the number of ranks."""
+    """Return a table of a decode step's estimated milliseconds by the number of ranks.
+
+    The estimate counts the time to read the weights, and that of the fused sums over ranks.
+    """
     _, latency_s, rate = _linear(result, "tagged push with norm")
     memory_rate, counts, rows = result["rates"]["memory_bytes_per_s"], (1, 2, 4, 8), []
     for name, shape in result["shapes"].items():
@@ -45,7 +51,7 @@ def tensor_parallel_steps(result: Result) -> str:
 
 
 def tensor_parallel(result: Result) -> str:
-    """Two ranks, compared with vLLM on as many and with the bound."""
+    """Return a table of the engine's figures on two ranks, vLLM's on two ranks, and the bounds."""
     rows = []
     for entry in result["rows"]:
         shown = [entry[name] for name in ("median", "vllm", "bound")]
@@ -55,7 +61,7 @@ def tensor_parallel(result: Result) -> str:
 
 
 def data_parallel(result: Result) -> str:
-    """Two replicas, compared with one engine on one GPU."""
+    """Return a table of the throughput of two replicas, and of one engine on one GPU."""
     rows = []
     for row in result["rows"]:
         one, two = row["one"]["median"], row["two"]["median"]
@@ -66,8 +72,11 @@ def data_parallel(result: Result) -> str:
 
 
 def divided_families(result: Result) -> str:
-    """Show for each family on several ranks, in each mode the largest difference of a log-probability, and how many
-    sums over ranks were compared with the undivided graph, of both compile ranges."""
+    """Return a table of families on several ranks: largest differences of a log-probability, and sums compared.
+
+    The differences are listed by mode. The sums over ranks that were compared with the undivided graph are counted for
+    each compile range.
+    """
     modes = [mode for mode in ("eager", "compiled") if any(mode in record for record in result["results"])]
     rows = []
     for record in result["results"]:
@@ -79,7 +88,7 @@ def divided_families(result: Result) -> str:
 
 
 def layouts(result: Result) -> str:
-    """Show for each family the largest difference of a log-probability, layout by layout."""
+    """Return a table of the largest difference of a log-probability, by family and by layout of ranks."""
     rows = []
     for record in result["results"]:
         cells = [record.get(name, {}) for name in result["layouts"]]
@@ -89,7 +98,7 @@ def layouts(result: Result) -> str:
 
 
 def pipeline_parallel(result: Result) -> str:
-    """Two stages, compared with one GPU."""
+    """Return a table of the throughput of two pipeline stages, and of one GPU."""
     rows = []
     for row in result["rows"]:
         one, two = row["one"]["median"], row["two"]["median"]

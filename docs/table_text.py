@@ -18,7 +18,7 @@ SHOWN_VERSIONS = {
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column to the left, figures to the right."""
+    """Return a Markdown table, in which the first column is aligned left and all others right."""
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -41,7 +41,7 @@ def conditions(result: Result, *, with_command: bool = True) -> str:
 
 
 def below(table: str, *results: Result, with_command: bool = True) -> str:
-    """A table with the conditions of its results, equal ones once."""
+    """Return the table with the conditions of its results below it; equal conditions are stated once."""
     notes = dict.fromkeys(conditions(result, with_command=with_command) for result in results)
     return "\n\n".join([table, *notes])
 

@@ -33,7 +33,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """How often this process compiled the model, and how many unique pieces this gave. Both are 0 after a cache hit."""
+    """How often this process compiled the model, and into how many unique pieces. Both are 0 after a cache hit."""
 
     traces: int
     compiles: int
@@ -70,13 +70,13 @@ class CompiledModel:
     def ends(self) -> tuple[str, ...]:
         """The names of the callables that are neither the forward nor a variant of it, such as the logits.
 
-        Each has one range.
+        Each of them has a single compile range.
         """
         return tuple(r.callable for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The names of the compiled variants of the forward."""
+        """The names of the compiled variants of the forward, such as the variant for steps with adapters."""
         return tuple(name for name in VARIANTS if self.of(name))
 
     @property
@@ -157,7 +157,7 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """Load the piece `key` from the folder `entry`, and return the function that runs it.
+    """Load a compiled piece of the model's graph from a cache entry, and return the function that runs it.
 
     A piece is stored as C++ kernels (see `load_cpp_piece`), as Inductor's artifact, or as generated Python (see
     `load_direct`).

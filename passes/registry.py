@@ -126,7 +126,7 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """Return the step tensors that the passes named `names` read, without duplicates.
+    """Return the inputs that the passes named `names` add to the forward, without duplicates.
 
     Raises ValueError for an invalid declaration, or if two passes declare a tensor of the same name differently.
     """
@@ -172,7 +172,7 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Return the names of the modules that define the passes and their ops, and other ops in pieces, sorted.
+    """Return the names of the modules that define passes, their ops, and other ops that pieces may call, sorted.
 
     Processes that compile pieces import these modules. Passes from a script or notebook (`__main__`) are left out,
     since other processes cannot import them.

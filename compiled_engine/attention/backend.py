@@ -27,7 +27,7 @@ PACKAGES |= {"invariant_cpp": "torch", "invariant_triton": "triton"}
 class AttentionBackend(Protocol):
     """Computes attention and writes the KV cache. A backend has no state.
 
-    `accept` says in which CUDA graphs its methods may be captured. By default a backend plans nothing and has no
+    `accept` returns in which CUDA graphs its methods may be captured. By default a backend plans nothing and has no
     kernels for unrotated queries.
     """
 

@@ -144,7 +144,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """The CUDA graphs that may capture a backend's kernels: none, those of batches with only decodes, or all."""
+    """The CUDA graphs that may capture a backend's kernels: no graph, graphs of decodes alone, or every graph."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -152,7 +152,7 @@ class GraphSupport(Enum):
 
 
 def no_short_contexts(num_requests: int) -> tuple[int, ...]:
-    """Return no context lengths: there are no special kernels for short contexts."""
+    """Return an empty tuple: there are no special kernels for short contexts."""
     return ()
 
 

@@ -209,7 +209,7 @@ def tensors_of_model(token_types: int, *, length_angles: bool = False) -> tuple[
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Return the declaration of each layer's KV cache. shapes: of the caches, whose first dimension becomes dynamic."""
+    """Return the declaration of each layer's KV cache. shapes: the caches' shapes; the first dimension is dynamic."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 
@@ -251,7 +251,7 @@ def arguments_of(
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Return the device addresses of a forward's arguments; of KV caches, only those of the first and the last one.
+    """Return the device addresses of a forward's arguments. Of KV caches, only the first and the last are included.
 
     KV caches are only replaced all together, so these two show whether any was replaced.
     """

@@ -28,7 +28,7 @@ E4M3_CAPABILITY = (8, 9)
 
 @cache
 def kernels_convert(cache_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether kernels can convert the elements of a cache on a GPU. Where they cannot, torch's own ops do."""
+    """Return whether kernels can convert the elements of a cache on a GPU. Otherwise torch's own ops convert them."""
     return cache_dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
 
 

@@ -52,7 +52,7 @@ def write_kv(
 ) -> None:
     """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache.
 
-    A cache of latent rows, [N, 1, P, 1, d], stores K alone, which begins with V.
+    A cache of latent rows, [N, 1, P, 1, d], stores K alone, whose first elements are V.
     """
     get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
@@ -70,7 +70,7 @@ def attend(
 ) -> None:
     """Write to `out_THd` the attention over a cache that already has this step's K and V.
 
-    scale to kv_scales_2K: fields of Scoring. fields_of_inputs: those of AttentionInputs, in order.
+    scale to kv_scales_2K: the fields of Scoring. fields_of_inputs: the fields of AttentionInputs, in order.
     """
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
@@ -142,7 +142,7 @@ packed_op = torch.library.custom_op(
 )
 packed_op.register_fake(_returns_nothing)
 
-# The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
+# Functions by op name, which the compiled forward calls directly, without torch's dispatcher.
 ATTENTION_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::attention": write_and_attend,
     "compiled_engine::attend": attend,
@@ -290,7 +290,7 @@ def attend_or_value(
 ) -> torch.Tensor:
     """Return the result of `attention` over a cache to which another layer has written this step's keys and values.
 
-    While a tracer runs, it is the value of the op's functional stand-in.
+    While a tracer runs, it calls the op's functional stand-in.
     """
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     if torch.compiler.is_compiling():

@@ -183,9 +183,9 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
 
 
 def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, progress: Progress) -> None:
-    """Add the figures of `compare_on_text` to the records of the whole engine and of quantised variants.
+    """Add the figures of `compare_on_text` to the records of quantised variants and of the variant with all parts.
 
-    The whole engine runs for the comparison even if it is not among the variants.
+    The variant with all parts runs for the comparison even if it is not among the chosen variants.
     """
     whole = whole_engine(plan.config.device.type)
     failed = {record["name"] for record in records if "error" in record}
@@ -231,7 +231,7 @@ def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of the whole engine. Raises ValueError if nothing can be compiled with these options."""
+    """Return the configuration for these options. Raises ValueError if nothing can be compiled with them."""
     config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")

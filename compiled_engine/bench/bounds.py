@@ -139,8 +139,8 @@ def _flops_of(state: RowState) -> int:
     """Return the multiplications and additions that a token takes in the recurrence with this state.
 
     A state [D, W - 1] is a convolution's, which multiplies W weights per channel. Any other state is counted as a delta
-    rule's, which multiplies each matrix with the key and the query, and updates it. Mamba 2 does not multiply by keys;
-    its third less is below a hundredth of a layer's products.
+    rule's, which multiplies each matrix with the key and the query, and updates it. For Mamba 2, which multiplies by no
+    keys, this is a third too much, less than a hundredth of a layer's products.
     """
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])
@@ -301,7 +301,7 @@ ATTEMPTS = 5
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the device's rates, for matrix products in dtype: known ones, else measured ones, in about a second."""
+    """Return the rates of the device: known ones, else measured ones, in about a second. dtype: of matrix products."""
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         if name in KNOWN:

@@ -37,9 +37,9 @@ def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
-    """Return the work of the middle step of those that `mixed_step_ms` measures, a Chunk for each request.
+    """Return a Chunk for each request of the middle one of the steps that `mixed_step_ms` measures.
 
-    The lower bound of a step's time is computed from it.
+    The lower bound of a step's time is computed from these chunks.
     """
     context = decode_context + 2 * SETTLING_STEPS + num_steps / 2
     return [Chunk(context, 1)] * num_decodes + [Chunk(0, prompt_len)]

@@ -29,7 +29,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class HeldOutLoss(NamedTuple):
-    """The loss on a text."""
+    """A model's loss on a text."""
 
     nats: float  # mean negative log-probability of a scored token
     num_tokens: int

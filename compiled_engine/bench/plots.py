@@ -360,7 +360,7 @@ def _rate(row: Row, value: float) -> float:
 
 
 def _tokens(row: Row) -> int:
-    """Return the tokens of all outputs; the requests of a queue have equal lengths."""
+    """Return the number of output tokens of all requests of a row, which have equal lengths."""
     return row["workload"]["requests"] * row["workload"]["output"][0]
 
 

@@ -1,4 +1,4 @@
-"""Measure how soon a long prefix comes back after the KV cache has evicted it, and what other requests notice."""
+"""Measure the first token of a prompt whose long prefix the KV cache has evicted, and the delay of other requests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def prefix_return(
 ) -> dict[str, Any]:
     """Return figures in ms with median and spread, for each case, while `num_decodes` other requests decode.
 
-    `first_token` has the times from the arrival of a prompt of `prefix_len` tokens to its first token, and `others` the
-    mean times of a step meanwhile. `others_alone` is the time of a step without such a prompt. `loaded_blocks` and
-    `read_blocks` say how many blocks came from host memory, and how many of these from files.
+    `first_token` is the time from the arrival of a prompt of `prefix_len` tokens to its first token, and `others` the
+    mean time of a step in that time. `others_alone` is the time of a step without such a prompt. `loaded_blocks` is the
+    number of blocks that came from host memory, and `read_blocks` how many of these came from files.
     """
     generator, before = random.Random(llm.config.model.seed), llm.metrics()
     samples = []
@@ -71,7 +71,7 @@ def _num_evicting(llm: LLM, prefix_len: int) -> int:
 
 
 def _first_token_ms(core: EngineCore, request_id: str, prompt: list[int]) -> tuple[float, float]:
-    """Return the time to a prompt's first token, and that of a step meanwhile, in ms."""
+    """Return the time to a prompt's first token, and the mean time of the steps until then, in ms."""
     begun, num_steps, has_token = time.perf_counter(), 0, False
     core.add(EngineRequest(request_id, tuple(prompt), SamplingParams(max_tokens=1, temperature=0.0, seed=0)))
     while not has_token:

@@ -1,4 +1,4 @@
-"""Measure a day's traffic: requests about shared documents, a few of them far more often than the rest.
+"""Measure an engine under requests about shared documents, of which a few are asked about far more often than the rest.
 
 The documents have more tokens than the KV cache holds, so most prefixes are found again only where evicted blocks are
 kept. Documents are chosen by Zipf's law: the n-th is asked about 1/n times as often as the first.
@@ -28,7 +28,7 @@ PERCENTILES = (50, 99)
 
 
 class Traffic(NamedTuple):
-    """The prompts of a day, the same for each engine that is compared."""
+    """The prompts of all clients, the same for each engine that is compared."""
 
     prompts: Sequence[Sequence[int]]
     num_documents: int
@@ -41,9 +41,9 @@ def longest_request(document_len: int) -> int:
 
 
 def make_traffic(llm: LLM, document_len: int, num_requests: int) -> Traffic:
-    """Return prompts about documents that have MULTIPLE times the tokens of the engine's KV cache, at least one.
+    """Return prompts about documents, which together have MULTIPLE times as many tokens as the engine's KV cache holds.
 
-    Raises ValueError if the KV cache does not hold a request.
+    There is at least one document. Raises ValueError if the KV cache does not hold a request.
     """
     num_slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size
     if num_slots < (least := longest_request(document_len)):

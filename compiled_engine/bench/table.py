@@ -36,7 +36,7 @@ OF_A_START = ("cache_dir", "compile_cache")
 
 @dataclass(frozen=True)
 class EngineRows:
-    """Rows that share an engine. starts: the rows are measured by starting this engine in fresh processes."""
+    """Rows of the table that share an engine."""
 
     subject: Subject
     options: Mapping[str, Any]  # complete engine options
@@ -44,7 +44,7 @@ class EngineRows:
     sizes: ModelSizes
     rates: Rates
     rows: tuple[Row, ...]
-    starts: bool
+    starts: bool  # the rows are measured by starting this engine in fresh processes
 
     def name(self) -> str:
         return f"{self.subject.title}{', fresh processes' if self.starts else ''}"
@@ -52,7 +52,7 @@ class EngineRows:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows to measure, by engine."""
+    """The rows of the table to measure, grouped by the engine that they share."""
 
     engines: tuple[EngineRows, ...]
     ids: tuple[str, ...]  # of all rows, in the order of the table

@@ -41,14 +41,11 @@ WARM_UP_REQUESTS = 8
 
 
 class Workload(Protocol):
-    """A workload, as a dataclass. `once` runs it and returns one figure in `unit`; `what` describes it in words.
-
-    better: LOWER or HIGHER.
-    """
+    """A workload, as a dataclass. `once` runs it and returns one figure in `unit`; `what` describes it in words."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     unit: ClassVar[str]
-    better: ClassVar[str]
+    better: ClassVar[str]  # LOWER or HIGHER
 
     def what(self) -> str: ...
 
@@ -198,13 +195,13 @@ class MixedStep:
 
 @dataclass(frozen=True)
 class Start:
-    """Stands for a measurement of the seconds from process start to the first token.
+    """A measurement of the seconds from process start to the first token.
 
-    kind: cold or warm, see `start_up.measure`. This is no `Workload`, since it needs fresh processes instead of an
-    engine. Its bound, `start_up.torch_alone`, is measured too.
+    It is no `Workload`, since it needs fresh processes instead of an engine. Its bound, `start_up.torch_alone`, is
+    measured too.
     """
 
-    kind: str
+    kind: str  # cold or warm, see `start_up.measure`
     unit: ClassVar[str] = "s"
     better: ClassVar[str] = LOWER
 
@@ -219,7 +216,7 @@ def _range(lengths: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """Engine options of a row that differ from the defaults. Rows with equal limits share an engine."""
+    """Engine options of a table row that differ from the defaults. Rows with equal limits share an engine."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -228,7 +225,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that rows of the table measure."""
+    """A model on which rows of the table are measured."""
 
     prefix: str  # first part of its rows' ids
     shape: str | None  # None for a checkpoint

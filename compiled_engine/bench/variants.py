@@ -107,7 +107,7 @@ def variants(
 
 
 def parallel_variants(config: EngineConfig) -> list[Variant]:
-    """Return variants of the whole engine that use its devices in another way.
+    """Return variants with all parts of the engine that use its devices in another way.
 
     For a single device in the engine's process, that is a worker process. For tensor parallelism, it is sequence
     parallelism, and NCCL in place of symmetric memory.
@@ -140,7 +140,7 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 
 
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
-    """Return variants of the whole engine with another use of drafts. options: the user's engine options.
+    """Return variants with all parts of the engine and another use of drafts. options: the user's engine options.
 
     If the engine drafts, one variant has no drafts, and one an adaptive number of drafts unless the engine has that
     itself. If it does not draft, a variant has n-gram drafts.

@@ -1,4 +1,4 @@
-"""Workloads that a worker process measures: that of an ablation, and that on which engine and server are compared.
+"""Workloads that a worker process measures, for an ablation and for the comparison of the engine with its server.
 
 They are sent to the worker as JSON. The workload on a text is in text_workload.py.
 """
@@ -208,5 +208,5 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
 
 
 def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
-    """Return the workload that `as_record` describes."""
+    """Return the workload of which `record` is the result of `as_record`."""
     return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

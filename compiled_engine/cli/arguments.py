@@ -59,7 +59,7 @@ class Argument:
 
     @property
     def variable(self) -> str:
-        """The environment variable for the option: its spelling in capitals, with underscores, after ENVIRONMENT."""
+        """The option's environment variable: the prefix ENVIRONMENT, then the spelling in capitals with underscores."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     @property

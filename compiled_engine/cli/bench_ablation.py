@@ -153,7 +153,7 @@ def _memory(measured: Mapping[str, Any] | None) -> list[str]:
 
 
 def _on_text(figures: Mapping[str, Any] | None) -> list[str]:
-    """Return the cells of the loss and of the mean divergence from the whole engine; "" for a figure not measured."""
+    """Return a variant's table cells for the loss and the mean divergence on a text; "" for a figure not measured."""
     if figures is None:
         return ["", ""]
     return [f"{figures['loss']:.4f}", f"{figures['divergence']['mean']:.1e}" if "divergence" in figures else ""]

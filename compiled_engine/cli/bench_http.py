@@ -97,7 +97,7 @@ def http(
 
 
 def print_beside_offline(result: Mapping[str, Any]) -> None:
-    """Print a row for the offline engine and for each server."""
+    """Print a row for the engine without a server, and one for each server."""
     from compiled_engine.bench.serving.figures import notes
 
     out = console()

@@ -1,4 +1,4 @@
-"""`compiled-engine bench prefix`: how soon a prefix comes back from host memory or files, and what traffic gains."""
+"""`compiled-engine bench prefix`: the time to bring back an evicted prefix, and the gain for shared documents."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def prefix(
     """Measure the first token of a long prompt whose prefix the KV cache has evicted, and other requests meanwhile.
 
     Three cases are compared: the prefix is computed, it is in the KV cache, and it comes back from host memory. With
-    --kv-offloading-folder it comes back from files, since other prompts evict it from host memory too. A small KV cache
-    and host memory make that short: the other prompts fill them.
+    --kv-offloading-folder it comes back from files, since other prompts evict it from host memory too. These prompts
+    take less time if the KV cache and host memory, which they fill, are small.
 
     With --traffic an engine without host memory and files is compared with one that has them. Clients ask about
     documents of --prefix-len tokens, chosen by Zipf's law, which together are five times as large as the KV cache.

@@ -99,7 +99,7 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _spread_headings(repeats: int) -> list[str]:
-    """Return the headings of the spread; none for a single repeat."""
+    """Return the headings of the columns for the least and the largest value; none for a single repeat."""
     return ["from", "to"] if repeats > 1 else []
 
 

@@ -255,7 +255,7 @@ def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
 
 
 def entry_record(entry: EntryReport) -> dict[str, Any]:
-    """Return an entry as a JSON object, with times in ISO 8601, UTC."""
+    """Return an entry of the compile cache as a JSON object, with times in ISO 8601, UTC."""
     config, device = entry.factors.get("config", {}), entry.factors.get("device", {})
     return {
         "key": entry.key,
@@ -288,7 +288,7 @@ def difference_lines(found: Sequence[Difference], here: str, there: str) -> list
 
 
 def entry_table(entries: Sequence[EntryReport]) -> Table:
-    """Return a table with a row for each entry."""
+    """Return a table with a row for each entry of the compile cache."""
     headings = ("key", "model", "tokens", "device", "passes off", "size", "created", "last used", "status")
     table = Table(*headings, box=None, pad_edge=False)
     for entry in entries:
@@ -310,7 +310,7 @@ def entry_table(entries: Sequence[EntryReport]) -> Table:
 
 
 def entry_lines(entry: EntryReport) -> list[str]:
-    """Return the entry's state and factors as lines."""
+    """Return lines with the state of a compile cache entry and the factors of its key."""
     lines = [
         f"key        {entry.key}",
         f"folder     {entry.path}",
@@ -329,7 +329,7 @@ def entry_lines(entry: EntryReport) -> list[str]:
 
 
 def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list[str]:
-    """Return lines on the look-up of `key`: its entry `own`, if there is one, or how the nearest entry differs."""
+    """Return lines that say whether the cache has a whole entry `own` for `key`, or how the nearest entry differs."""
     if own is not None and own.damage is None:
         return [f"hit: entry {short(key)}, created {ago(own.created)}, last used {ago(own.last_used)}"]
     if own is not None:

@@ -67,7 +67,7 @@ def config(
 
 
 def replica_plan(config: EngineConfig) -> list[list[str]]:
-    """Return the devices of each replica."""
+    """Return the names of the devices of each replica."""
     from compiled_engine.processes.start_cores import gpus_of_replica
 
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""Plan what each rank and stage of a divided model holds, without starting a process."""
+"""Compute the weights and KV cache blocks of each rank and stage of a divided model, without starting a process."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def speeds(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, float 
 
 
 def summary(measured: dict[str, float | int | None]) -> str:
-    """Return the speed in one line."""
+    """Return the result of `speeds` as one line of text."""
     line = (
         f"{measured['num_output_tokens']} tokens in {measured['generate_s']:.2f} s:"
         f" {measured['output_tokens_per_s']:.1f} tok/s"

@@ -17,7 +17,7 @@ from compiled_engine.process.init_cuda import core_has_device, given_device, ini
 
 
 class TranscribeCommand(EngineCommand):
-    """The command `transcribe`, whose option `task` is not vLLM's keyword of that name."""
+    """The command `transcribe`, which takes --task as its own option, not as vLLM's engine option of that name."""
 
     rows: ClassVar[Rows] = {name: row for name, row in KEYWORDS.items() if name != "task"}
 

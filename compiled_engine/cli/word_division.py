@@ -61,7 +61,10 @@ def is_number_of_other_kind(name: str, value: Any, rows: Rows) -> bool:
 
 
 def with_unit(name: str, value: Any) -> Any:
-    """Convert a number with a unit to an integer if the option takes integers. Other values are returned unchanged."""
+    """Convert a number with a unit, such as 4k, to an integer if the option `name` takes integers.
+
+    Other values are returned unchanged.
+    """
     return read_length(value) if name in INTEGERS else value
 
 

@@ -43,7 +43,7 @@ def hash_blocks(
     count: int | None = None,
     contents: Sequence[Content] = (),
 ) -> None:
-    """Append to `hashes` until it has the hashes of a sequence's first `count` blocks; None: of all full blocks.
+    """Extend `hashes` to the hashes of a sequence's first `count` blocks. count None: all full blocks.
 
     token_ids: the whole sequence. contents: see EngineRequest.
     """
@@ -80,22 +80,23 @@ class BlockWatcher(Protocol):
     """Watches which blocks of a group can be found by their hashes, while steps are planned and processed."""
 
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Note blocks that can be found from now on. Steps in flight may still have to fill them.
+        """Handle blocks that can be found from now on. Steps in flight may still have to fill them.
 
-        indices: their places in the request's block table, ascending. hashes: of all its leading blocks up to the last.
+        indices: ascending indices of the blocks in the request's block table. hashes: the hashes of the request's first
+        blocks, up to the last of `indices` or further.
         """
         ...
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Note a block that cannot be found any more, because it was allocated again."""
+        """Handle a block that cannot be found any more, because it was allocated again."""
         ...
 
     def dropped(self, block: int, block_hash: bytes) -> None:
-        """Note a block that cannot be found any more, because its contents were not written."""
+        """Handle a block that cannot be found any more, because its contents were not written."""
         ...
 
     def cleared(self) -> None:
-        """Note that no block can be found any more."""
+        """Handle the removal of all hashes: no block can be found any more."""
         ...
 
 
@@ -164,7 +165,7 @@ class BlockPool:
     def register(self, block: int, block_hash: bytes) -> bool:
         """Register a held block under its hash, unless another block is already registered under this hash.
 
-        Returns whether it was registered. The caller tells the watchers.
+        Returns whether the block was registered. The caller must call the watchers.
         """
         if block_hash in self._block_of_hash:
             return False
@@ -228,7 +229,7 @@ class BlockTable:
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """The leading blocks of a waiting request while a feature fills those that could not be found."""
+    """The leading blocks of a waiting request, while a feature fills the blocks that could not be found."""
 
     request: Request
     hashes: list[bytes]
@@ -239,7 +240,7 @@ class Fill:
 class BlockGroup:
     """The blocks of a KV group, a FindableResource, with the block tables of requests.
 
-    A running request may take more blocks, but no more of other resources.
+    A running request may take more blocks. A request takes any other resource only when it is admitted.
     """
 
     kind = "blocks"
@@ -254,7 +255,7 @@ class BlockGroup:
         self._fills: list[Fill] = []
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Tell `watcher` from now on which blocks can be found."""
+        """Call `watcher` from now on when blocks can be found, and when they cannot be found any more."""
         self.pool.watchers.append(watcher)
 
     @property
@@ -293,9 +294,9 @@ class BlockGroup:
         self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
     def begin_fill(self, request: Request, count: int) -> Fill:
-        """Hold the leading blocks of a waiting request: those that can be found, and new ones to fill with the others.
+        """Hold the first `count` blocks of a waiting request: cached blocks, and new blocks to fill for the rest.
 
-        Raises RuntimeError if too few blocks are free; `has_room` for `count` blocks says so before.
+        Raises RuntimeError if too few blocks are free; the caller must check `has_room` first.
         """
         cached = list(self._cached(request, count))
         for block in cached:
@@ -309,7 +310,7 @@ class BlockGroup:
         return fill
 
     def end_fill(self, fill: Fill, filled: Collection[int]) -> None:
-        """Release the blocks of a fill. Those that now have their contents, by index in the prefix, can be found."""
+        """Release the blocks of a fill. filled: indices, in the prefix, of blocks that now have their contents."""
         self._fills.remove(fill)
         new = [index for index in fill.missing if index in filled]
         new = [index for index in new if self.pool.register(fill.blocks[index], fill.hashes[index])]
@@ -341,9 +342,9 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Add the blocks that the request's first `num_tokens` tokens fill, all of them known, to the prefix cache.
+        """Add the blocks that the request's first `num_tokens` tokens fill to the prefix cache.
 
-        Returns how many tokens must be known before another block can be added.
+        These tokens must be known. Returns how many tokens must be known before another block can be added.
         """
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size

@@ -109,7 +109,7 @@ def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
     """Return the bytes of one block: the keys and values of all layers, with their scales.
 
     Keys and values that layers share count once. The blocks of models that run beside the engine's model are included.
-    layers: those of the engine's model to count; None: all.
+    layers: the layers of the engine's model to count; None: all.
     """
     shapes = _shapes(config, 1, layers)
     elements = sum(math.prod(shapes[layer]) for layer in _own_caches(config, shapes))
@@ -159,5 +159,5 @@ def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> dict
 
 
 def _own_caches(config: EngineConfig, layers: Iterable[int]) -> list[int]:
-    """Return those of the layers that have a KV cache of their own."""
+    """Return the layers that have a KV cache of their own."""
     return [layer for layer in layers if config.model.kv_layer(layer) == layer]

@@ -12,7 +12,7 @@ from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):
-    """A resource that knows which part of it each request holds. Requests are compared by identity, not by id."""
+    """A resource that tracks which part of it each request holds. Requests are compared by identity, not by id."""
 
     kind: str  # name of the resource in metrics
 
@@ -73,22 +73,22 @@ class PlaceWatcher(Protocol):
     """Watches which places of a FillableResource can be found, while steps are planned and processed."""
 
     def place_taken(self, place: int, block_hash: bytes) -> None:
-        """Note a place whose contents the step being planned writes."""
+        """Handle a place whose contents the step being planned writes."""
         ...
 
     def place_evicted(self, place: int) -> None:
-        """Note a place that is given to another prefix."""
+        """Handle a place that is given to another prefix."""
         ...
 
     def place_dropped(self, place: int) -> None:
-        """Note a place that cannot be found any more, since it was not written or all places were forgotten."""
+        """Handle a place that cannot be found any more: it was not written, or all places were forgotten."""
         ...
 
 
 class FillableResource(FindableResource, Protocol):
-    """A FindableResource with one place for a whole prefix, by the hash of the prefix's last block.
+    """A FindableResource in which a prefix has one place, found by the hash of the prefix's last block.
 
-    A feature may copy contents elsewhere, as the `watcher`, and back to places that it holds meanwhile.
+    A feature may be its `watcher`, copy contents elsewhere, and fill places with them again (`begin_fill`, `end_fill`).
     """
 
     watcher: PlaceWatcher | None
@@ -96,14 +96,17 @@ class FillableResource(FindableResource, Protocol):
     def __contains__(self, block_hash: bytes) -> bool: ...
 
     def begin_fill(self, block_hash: bytes) -> int | None:
-        """Hold a place that a prefix's contents are copied to, after the steps submitted so far.
+        """Reserve and return a place, to which the contents of a prefix will be copied after the submitted steps.
 
         Returns None if all places are held, or used by the step being planned.
         """
         ...
 
     def end_fill(self, place: int, *, filled: bool) -> None:
-        """Make a place findable that has its contents now. It is free if it has none, or another one has the same."""
+        """End the reservation of a place. If filled, the place can be found from now on; otherwise it is free.
+
+        It is also free if another place has the same prefix.
+        """
         ...
 
 

@@ -282,7 +282,7 @@ class EngineCore:
         Requests that come meanwhile wait. mode: "abort" ends all requests with finish_reason "abort"; "keep" stops
         them where they are; "wait" lets those that have begun run to their end, after which `is_paused` returns True.
         clear_cache: `resume` empties the prefix cache, and recomputes the kept requests' keys and values; otherwise
-        these are used further, even if the weights change meanwhile.
+        the kept requests continue with their keys and values, even if the weights change meanwhile.
 
         Raises ValueError for another mode.
         """

@@ -1,6 +1,6 @@
 """Runs a rank's model on batches.
 
-`ModelForward` has a table of functions, made at the start, of which each batch calls one. A forward has variants: the
+`ModelForward` has a table of functions, made at the start. Each batch calls one of them. A forward has variants: the
 usual one, "", and others that features choose for a step. Each variant can run whole, or in parts between attention
 ops, so that attention is not captured in a CUDA graph; and with all layers, or with one of each kind. A compiled
 forward of few tokens returns the logits of all tokens. Any other forward returns hidden states, from which the logits
@@ -113,8 +113,8 @@ class ModelForward:
         self._received = model.received
         self.variants = ("", *model.variants)
         self.ends = {name: model.bind(name, tensors)[-1].call for name in model.ends}
-        # By the way to run the model: functions, of which the first one that fits a batch is called. The last one fits
-        # every batch, and returns hidden states.
+        # For each Way, functions for ranges of batch sizes. The first one that fits a batch is called. The last one
+        # fits every batch, and returns hidden states.
         self._table: dict[Way, tuple[BoundRange, ...]] = {}
         parts = (False,) if on_attention is None else (False, True)
         for way in map(Way._make, product(self.variants, parts, (False, True))):

@@ -72,7 +72,7 @@ class InputBatch:
 
     @cached_property
     def num_computed(self) -> np.ndarray:
-        """For each row, the number of tokens before it, whose K and V are in the cache before the step: int32 [R]."""
+        """The number of tokens before each row, int32 [R]. Their K and V are in the cache before the step."""
         num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
@@ -174,7 +174,7 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return values in the batch's order, given in the step's. order: the batch row of each request of the step."""
+    """Return values of the step's requests in the order of batch rows. order: the batch row of each request."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
@@ -249,8 +249,8 @@ class InputBuffers:
 
     The host writes rows_R, query_start_loc_R1 and offsets_R, by staged writes. Kernels compute all other buffers from
     these and the request states. max_blocks: most blocks of a request. work_length: length of AttentionInputs.work_W.
-    asked: step tensors that passes declare. has_offsets: whether batches may have offsets. shifts_positions: whether
-    positions are those of the engine's model, which rows may shift, or tokens are counted from 0.
+    asked: step tensors that passes declare. has_offsets: whether batches may have offsets. shifts_positions: whether a
+    row's position shift (see RequestStates.shift_positions) is added to the positions.
     """
 
     def __init__(

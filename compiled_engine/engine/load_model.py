@@ -38,7 +38,7 @@ EVERY_BATCH = CompileRange(1, 1 << 31)
 
 
 class EagerFeature(Protocol):
-    """The part of a feature in an eager model, which it changes by module hooks; in a compiled model, passes do so."""
+    """The changes of a feature to an eager model, by module hooks. In a compiled model, passes make them."""
 
     def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
         """Return descriptions of the tensors to allocate for the feature. Tensors of the model may be among them."""
@@ -101,7 +101,7 @@ class RankWeights:
 
     stored: Weights
     whole: nn.Module  # the undivided model, which gives names and shapes
-    config: ModelConfig  # that of the undivided model
+    config: ModelConfig  # the configuration of the undivided model
     rank: int
     num_ranks: int
     cache_dir: Path | None

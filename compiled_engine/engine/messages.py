@@ -50,7 +50,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """API to core: a tokenised request."""
+    """A tokenised request, sent from the API to the core."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Core to API: the engine's limits on requests."""
+    """The engine's limits on requests, sent from the core to the API."""
 
     vocab_size: int  # token ids are below it
     max_model_len: int  # most tokens of prompt and output together
@@ -146,7 +146,7 @@ ASKS = "asks"  # in the extras of an output, see EngineOutput.asks
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Core to API: what one step added to a request."""
+    """The output of one step for a request, sent from the core to the API."""
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -162,9 +162,9 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def asks(self) -> Sequence[str]:
-        """Keys of data of the request that the core lacks, and that control calls must give it.
+        """Keys of request data that the core lacks, such as images. The frontend must send the data in control calls.
 
-        An output that asks has nothing else.
+        An output with `asks` has no other contents.
         """
         keys: Sequence[str] = self.extras.get(ASKS, ())
         return keys
@@ -172,10 +172,10 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Core to API: what one step added to requests. Iterates over an EngineOutput per request.
+    """The outputs of one step, sent from the core to the API. Iterates over an EngineOutput per request.
 
-    Nearly all requests only get tokens and log-probabilities. They are in columns (all fields but
-    `others`), which are cheaper than an EngineOutput each. All other requests are in `others`.
+    Nearly all requests only get tokens and log-probabilities. These are in columns (all fields but `others`), which are
+    cheaper than an EngineOutput for each request. All other requests are in `others`.
     """
 
     request_ids: Sequence[str] = ()
@@ -230,7 +230,7 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class ControlCall:
-    """API to core, and core to ranks: a function to call between two steps, see control.apply."""
+    """A function to call between two steps, sent from API to core or from core to ranks; see control.apply."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)  # plain data
@@ -238,7 +238,7 @@ class ControlCall:
 
 
 class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Scheduler to runner, within a SchedulerOutput: a request that gets a row.
+    """A request that gets a row, sent from the scheduler to the runner within a SchedulerOutput.
 
     A preempted request returns as a new one, with its generated tokens in `token_ids`.
     """
@@ -255,7 +255,7 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """Scheduler to runner: one step of R requests, in lists of R entries.
+    """A step of R requests, sent from the scheduler to the runner, in lists of R entries.
 
     Requests with as many tokens as a decode, usually one, come first. Request i computes `counts[i]` tokens from
     position `starts[i]` on. The last of them may be the token that the previous step samples, whose id the scheduler
@@ -289,9 +289,9 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Scheduler to runner: data that the sampling of the newest step awaits, such as the tokens that grammars allow.
+    """Data that the sampling of the newest step awaits, such as the tokens that grammars allow.
 
-    Valid until the next step's late inputs are sent.
+    Sent from the scheduler to the runner, and valid until the next step's late inputs are sent.
     """
 
     extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
@@ -299,7 +299,7 @@ class LateInputs:
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """Runner to scheduler: the result of a step, for the requests that sample, in the step's order.
+    """The result of a step for the requests that sample, in the step's order, sent from the runner to the scheduler.
 
     Results that few requests need are in dicts by request id.
     """

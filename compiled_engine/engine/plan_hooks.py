@@ -98,7 +98,7 @@ class PlanFeature:
         return False
 
     def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return the held-back requests that are ready, and the final outputs of those that have failed.
+        """Return the held-back requests that are ready, and the final outputs of failed ones.
 
         patience_s: longest time to wait if there are none.
         """
@@ -108,7 +108,7 @@ class PlanFeature:
         """Forget a request that was held back and will not be added."""
 
     def added(self, request: Request) -> None:
-        """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
+        """Handle a new waiting request. Called once per request; its `extras` go to the ranks at each admission."""
 
     def outgrown(self, request: Request) -> None:
         """Let a request that waits have more tokens than its `outgrown_at`, and raise that number.
@@ -169,7 +169,7 @@ class PlanFeature:
         return num_tokens
 
     def built(self, builder: StepBuilder) -> None:
-        """Note a step that was built, and adjust its builder's settings for the whole step.
+        """Adjust the settings of a step that was built, in its builder.
 
         `planned` follows unless the step is empty.
         """
@@ -181,13 +181,13 @@ class PlanFeature:
         """
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Note that the step being planned computes the request's tokens up to one of its `step_ends`."""
+        """Handle a request whose tokens the step being planned computes up to one of the request's `step_ends`."""
 
     def planned(self, step: StepInFlight) -> None:
-        """Note a step that is about to be sent to the ranks, and add to its output's extras."""
+        """Handle a step that is sent to the ranks next. May add to the extras of its SchedulerOutput."""
 
     def take_asks(self) -> list[EngineOutput]:
-        """Return outputs that ask for data of requests, see EngineOutput.asks, each once. Called after each step."""
+        """Return new outputs that ask for data of requests, see EngineOutput.asks. Called after each step."""
         return []
 
     def begin_late(self, requests: Sequence[Request]) -> None:
@@ -217,7 +217,7 @@ class PlanFeature:
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
-        """Note a step whose result was processed; called in the order of planning."""
+        """Handle a step whose result was processed. Called in the order of planning."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Return how a request ends if its mask allows no token; None if that is an error."""
@@ -240,8 +240,8 @@ class PlanFeature:
 class PlanHooks:
     """The overridden hooks of an engine's features, each a list in the order of features.
 
-    A hook that at most one feature may override is a method or None. `answering` maps the names of control calls to
-    features. Raises ValueError if several features override such a hook, or answer the same call.
+    A hook that at most one feature may override is a method or None. `answering` maps the name of each control call to
+    the feature that serves it. Raises ValueError if several features override such a hook, or serve the same call.
     """
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:

@@ -17,7 +17,7 @@ from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 class Finish(NamedTuple):
-    """How a request ended, see EngineOutput."""
+    """The reason why a request ended, see EngineOutput."""
 
     reason: str
     stop_reason: int | str | None
@@ -241,7 +241,7 @@ class Request:
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
     """Raise RuntimeError unless all requests are consistent.
 
-    The running ones must be in order. Each request must be running, waiting, or awaiting its last token. The limits of
+    Running requests must be in order. Each request must be running, waiting, or awaiting its last token. The limits of
     the fast path must be up to date.
     """
     if [request.order for request in running] != sorted({request.order for request in running}):

@@ -96,7 +96,7 @@ class RequestTable:
         return request
 
     def preempt(self, requests: Sequence[Request]) -> None:
-        """Preempt requests as `preempt_last` does; those that no longer run are ignored."""
+        """Preempt requests as `preempt_last` does. Requests that no longer run are ignored."""
         for request in requests:
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)

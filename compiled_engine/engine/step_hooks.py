@@ -156,7 +156,7 @@ class StepFeature:
         """Allocate tensors with as many blocks as the KV cache; called before graphs are captured."""
 
     def added(self, row: int, request: NewRequest) -> None:
-        """Note a request that got a row of the states."""
+        """Handle a request that got a row of the states."""
 
     def removed(self, row: int) -> None:
         """Forget the request of this row."""

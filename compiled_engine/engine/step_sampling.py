@@ -250,7 +250,7 @@ def advance_reference(
 
 
 class TokenRing:
-    """The host's side of the ring buffer of tokens: knows in which entry a step's tokens will be.
+    """The host's side of the ring buffer of tokens: counts writes, to find the entry of each step.
 
     The device numbers its writes to the ring buffer, and the host counts the launches that write. A step that is
     sampled again writes a second entry, which has its final tokens. The ring has room for two entries per pending step.
@@ -267,7 +267,7 @@ class TokenRing:
         self._number = (self._number + 1) & LAST_NUMBER
 
     def lose_count(self) -> None:
-        """Note that the host's count may differ from the device's, after a failure."""
+        """Record that the host's count may differ from the device's, after a failure."""
         self._is_known = False
 
     def catch_up(self) -> None:

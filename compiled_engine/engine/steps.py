@@ -100,8 +100,8 @@ class StepInFlight:
     ) -> StepInFlight:
         """Return the step that was built.
 
-        number: of the step. removed: see SchedulerOutput. any_late: whether any unfinished request samples late; if
-        not, the step's requests are not searched for such ones.
+        number: the step's number. removed: see SchedulerOutput. any_late: whether any unfinished request samples late;
+        if not, the step's requests are not searched for late ones.
         """
         others, num_decodes = builder.others, len(builder.decodes)
         requests = builder.decodes + others.requests

@@ -356,7 +356,7 @@ def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: i
 
 
 def write_stamp(stamp: Path) -> None:
-    """Create the file `stamp`, which tells later starts that all kernels are compiled. Errors are ignored.
+    """Create the file `stamp`, which marks all kernels as compiled for later starts. Errors are ignored.
 
     Without the file, the next start uses worker processes again.
     """

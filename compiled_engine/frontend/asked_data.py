@@ -1,4 +1,4 @@
-"""Gives the core the data of prompts that it asks for, such as pixels. Threads prepare it, since that may take long."""
+"""Prepare data of prompts that the core asks for, such as pixels, in threads, since the preparation may take long."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Calls = Sequence[ControlCall]
 
 
 class AskedData:
-    """Prepares data for a loop that sends it between two steps."""
+    """Prepares data that the core asks for. A loop takes the data and sends it between two steps."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="asked")  # they start when needed
         self._running: dict[Future[Calls], str] = {}
 
     def __len__(self) -> int:
-        """Return how often `take` will return data."""
+        """Return the number of items that `take` has not returned yet."""
         return len(self._running)
 
     def begin(self, asked: Asked) -> None:
-        """Begin to prepare what is asked for."""
+        """Begin to prepare the data that the core asks for with `asked`."""
         self._running[self._threads.submit(asked.give, asked.keys, never)] = asked.engine_request_id
 
     def take(self, timeout_s: float = 0) -> list[tuple[str, Calls]]:
-        """Return data that is ready: engine request ids with the control calls for each of them.
+        """Return the data that is ready: pairs of an engine request's id and the control calls that bring its data.
 
-        timeout_s: longest time to wait if none is ready. Raises what a `give` raises.
+        timeout_s: longest time to wait if no data is ready. Raises the errors of `Asked.give`.
         """
         if not self._running:
             return []
@@ -46,10 +46,10 @@ class AskedData:
 
 
 class AskedDataOfStreams:
-    """Prepares data for requests on an event loop, and sends it.
+    """Prepares data that the core asks for, and sends it from an event loop.
 
-    is_tracked: returns whether an engine request runs. fail: ends a prompt with an error, and returns the ids of its
-    engine requests that run.
+    is_tracked: returns whether the engine request with this id runs. fail: ends the request with this id with an error,
+    and returns the ids of its engine requests that run.
     """
 
     def __init__(self, is_tracked: Callable[[str], bool], fail: Callable[[str, Exception], list[str]]) -> None:
@@ -58,7 +58,7 @@ class AskedDataOfStreams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, asked: Asked, client: CoreClient) -> None:
-        """Begin to prepare what is asked for, and to send it to the core."""
+        """Begin to prepare the data that the core asks for with `asked`, and to send it."""
         task = asyncio.get_running_loop().create_task(self._give(asked, client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

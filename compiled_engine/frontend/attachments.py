@@ -1,4 +1,4 @@
-"""Waits for the data that comes with prompts, in threads: on behalf of a call, or of an event loop."""
+"""Wait in threads for the data that comes with prompts, such as images, for a call of `LLM` or an event loop."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Arrivals:
         return ready
 
     def close(self) -> None:
-        """Wait for no further data."""
+        """Stop waiting for data."""
         self._is_over.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -210,7 +210,7 @@ def _raise_exception(message: str) -> None:
 
 
 class Dictionaries:
-    """Replaces `dict` in templates, without the attributes of a class."""
+    """Stands for `dict` in templates, which can call it but reach no attributes of Python's class."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)

@@ -16,9 +16,9 @@ from compiled_engine.sampling.params import SamplingParams
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first match is the one that ends first. If two end at the same character, the longer one is the match. The
-    result does not depend on how the text is split. Unless `include_in_output` is set, text that may begin a stop
-    string is held back.
+    The first match is the stop string that ends first; of two that end at the same character, the longer. The result
+    does not depend on how the text is split. Unless `include_in_output` is set, text that may begin a stop string is
+    held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:

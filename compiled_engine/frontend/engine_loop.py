@@ -102,7 +102,7 @@ class EngineLoop:
     ) -> Generator[RequestOutput, None, None]:
         """Yield each request's output when it is finished; with `partial`, also whenever the output has grown.
 
-        arrivals: requests that are added while others run, as they come. Raises their errors too.
+        arrivals: further requests, each added once the data of its prompt is ready. Raises their errors too.
         """
         outputs = self._run(requests, partial, arrivals)
         try:
@@ -210,7 +210,7 @@ class EngineLoop:
             self._send_data(0 if outputs else PATIENCE_S)
 
     def _send_data(self, timeout_s: float) -> None:
-        """Send the core data that it has asked for and that is ready."""
+        """Send the core the data that it has asked for and that is ready, after waiting at most timeout_s for some."""
         for request_id, calls in self._data.take(timeout_s):
             for call in calls:
                 self._core.tell(call, [request_id])

@@ -98,7 +98,7 @@ class InputProcessor:
         return [partial(self._prepare, *each) for each in of_prompts]
 
     def tokens(self, prompt: Prompt, attachment: Attachment | None, params: SamplingParams) -> tuple[int, ...]:
-        """Return a prompt's tokens, including those of its data, without truncation. The data must be ready.
+        """Return a prompt's tokens, including those that stand for its data, untruncated. The data must be ready.
 
         Raises ValueError for an invalid prompt, and for a prompt that would be too long after truncation.
         """

@@ -74,7 +74,7 @@ class GrowingLogprobs:
         return LogprobList(self, len(self))
 
     def since(self, first: int) -> list[Any]:
-        """Return the entries from `first` on."""
+        """Return the entries from the index `first` to the last."""
         return list(self.entries(first, len(self)))
 
     def entries(self, start: int, stop: int) -> Iterator[Any]:
@@ -91,7 +91,7 @@ class GrowingLogprobs:
             yield _entry(rank, token_ids, logprobs, decoded)
 
     def arrays(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `LogprobList.arrays`; `stop` is the number of entries."""
+        """Return `LogprobList.arrays` of the first `stop` entries."""
         count = max(0, stop - len(self._first))
         rows_RW = LogprobRows(count, bytes(self._data[: count * self._row_bytes])).array()
         return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)

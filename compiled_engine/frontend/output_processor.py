@@ -154,7 +154,7 @@ class RunningRequest:
 
 
 class Asked(NamedTuple):
-    """Data that the core asks for."""
+    """A demand of the core for data of a prompt, such as pixels."""
 
     give: Give
     request_id: str  # of the prompt
@@ -163,7 +163,7 @@ class Asked(NamedTuple):
 
 
 class OutputProcessor:
-    """Routes the core's outputs to the running requests."""
+    """Adds the core's outputs to the running requests that they belong to."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -221,12 +221,12 @@ class OutputProcessor:
         return list(changed.values()), aborts
 
     def take_asked(self) -> list[Asked]:
-        """Return what the core has asked for since the last call."""
+        """Return the demands of the core for data since the last call."""
         asked, self._asked = self._asked, []
         return asked
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request runs, as far as is known here."""
+        """Return whether an engine request has been added and has not ended."""
         return engine_request_id in self._states
 
     def _add_single_tokens(

@@ -49,7 +49,7 @@ class Running(Protocol):
         """Return the ids of engine requests that still run."""
 
     def snapshot(self) -> Any:
-        """Return the result so far."""
+        """Return the request's whole result so far."""
 
     def delta(self) -> Any:
         """Return the changes of the result since the last call."""

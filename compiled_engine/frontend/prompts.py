@@ -110,7 +110,7 @@ def _as_list(value: Any) -> str:
 
 
 def check_salt(name: str, salt: Any) -> None:
-    """Raise TypeError or ValueError for an invalid salt."""
+    """Raise TypeError or ValueError for an invalid cache_salt. `name` is for the error."""
     if not isinstance(salt, str):
         raise TypeError(f"{name} must be a string, got {salt!r}")
     if not 1 <= len(salt) <= LONGEST_SALT:

@@ -17,7 +17,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class RequestPart(NamedTuple):
-    """The values that a feature adds to a request."""
+    """The values that a feature adds to a request, for the core and for the user's output."""
 
     extras: Mapping[str, Any] = {}  # of its EngineRequests
     root: Mapping[str, str] = {}  # parts of its prefix root, see engine/messages.prefix_root
@@ -117,7 +117,7 @@ class RequestFeature:
         """
 
     async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
-        """Make the calls of `before` on an event loop."""
+        """Make the control calls of `before` on an event loop."""
 
     def metrics(self) -> dict[str, float]:
         """Return the feature's figures in this process, by name."""

@@ -111,11 +111,11 @@ class RequestStreams:
         return complete
 
     def take_asked(self) -> list[Asked]:
-        """Return what the core has asked for since the last call."""
+        """Return the demands of the core for data since the last call."""
         return self._outputs.take_asked()
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request runs."""
+        """Return whether an engine request has been added and has not ended."""
         return self._outputs.is_tracked(engine_request_id)
 
     def fail(self, request_id: str, error: Exception) -> list[str]:

@@ -40,7 +40,7 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ContentForm:
-    """The forms of a message's content that a template reads."""
+    """The form of a message's content that a chat template reads: text, or a list of parts."""
 
     text: bool  # It reads a string.
     parts: int  # How many parts of a list it reads, 0 to 2; 2 stands for any number.
@@ -56,7 +56,7 @@ class ContentForm:
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """The forms of messages and tools that a template reads."""
+    """The forms of messages, tool calls and tools that a chat template reads."""
 
     contents: Mapping[str, ContentForm]  # By role. Other roles have the user's form.
     arguments_as_text: bool  # Arguments of calls are read as a JSON string.
@@ -178,7 +178,7 @@ def _is_deep(value: Any) -> bool:
 
 @cache
 def forms_of(template: str) -> TemplateForms:
-    """Return the forms that a template reads."""
+    """Find the forms of messages and tools that a chat template reads, by rendering probes."""
     user = _content_form(template, [], "user", [])
     asks = {"role": "user", "content": user.adapt("probe")}
     answers = {"role": "assistant", "content": user.adapt("probe")}
@@ -271,7 +271,7 @@ def _content_form(
 
 
 def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
-    """Return whether the template renders arguments as JSON only if they are given as JSON text."""
+    """Return whether the template renders the arguments of calls as JSON only if they are given as JSON text."""
     given = {OTHER_MARK: MARK}
     answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
 

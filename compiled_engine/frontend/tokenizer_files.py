@@ -75,7 +75,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether TokenizerClass.rebuild supports the tokenizer: its model is a `kind`.
+    """Return whether TokenizerClass.rebuild supports a tokenizer. Its model must be of the class `kind`.
 
     A BPE model must also have no word-boundary marks.
     """
@@ -292,7 +292,7 @@ def _named_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:
-    """Return the special tokens without a name."""
+    """Return the special tokens that tokenizer_config.json lists without a name."""
     given = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return [] if isinstance(given, dict) else [_token(value) for value in given]
 

@@ -1,4 +1,4 @@
-"""Makes TMA descriptors for launches of Hopper's kernels. A Box is the tile ("box") that a TMA copy transfers.
+"""Makes TMA descriptors for launches of Hopper kernels. A Box is the tile ("box") that a TMA copy transfers.
 
 Triton validates each new descriptor, and formats its type for each launch; together this costs the host more than the
 launch itself. A Box validates only its first descriptor, and quick launches (launcher.py) identify the type by the Box.
@@ -33,8 +33,8 @@ class Box:
     def of(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
         """Return a TensorDescriptor for copies of this tile from or to `base`. Its attribute `box` is this Box.
 
-        shape, strides: those of the view of `base` that is copied, in elements. The first call validates them and
-        raises AssertionError if TMA does not support them. Later calls validate nothing.
+        shape, strides: shape and strides, in elements, of the view of `base` that is copied. The first call validates
+        them and raises AssertionError if TMA does not support them. Later calls validate nothing.
         """
         if self._checked:
             found = object.__new__(self._descriptor)  # skips validation; other fields keep their defaults

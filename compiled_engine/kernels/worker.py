@@ -51,7 +51,7 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
 
 
 class _CompileOnly:
-    """A Triton driver for compiling only: it knows the GPU to compile for, and creates no CUDA context.
+    """A Triton driver for compiling only. It returns `target` as the GPU to compile for, and creates no CUDA context.
 
     A context would take GPU memory and a second.
     """

@@ -224,7 +224,7 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sizes as both options of SIZES, without those above max_num_seqs or max_num_batched_tokens."""
+    """Return the capture sizes as both options of SIZES, without sizes above max_num_seqs or max_num_batched_tokens."""
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
     return {

@@ -78,7 +78,7 @@ class SymmetricMemoryGroup:
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):
-        """Allocate the memory and map that of the other ranks, and wait for them.
+        """Allocate this rank's memory, wait for the other ranks, and map their memory.
 
         Raises RuntimeError if GPUs cannot access each other's memory.
         """

@@ -37,7 +37,7 @@ _GROUP: ContextVar[Group] = ContextVar("group")
 
 @dataclass(frozen=True)
 class PushBuffer:
-    """A rank's push buffer, see the module, and the addresses of all ranks' buffers."""
+    """A rank's memory, to which the kernels of all ranks write rows, and the addresses of all ranks' memories."""
 
     own: torch.Tensor  # this rank's memory, [bytes]
     addresses: torch.Tensor  # of every rank's memory, int64 on the device
@@ -72,18 +72,22 @@ class PushBuffer:
 
     @property
     def tagged_offset(self) -> int:
-        """Offset of the rows of tagged words, [epoch % 2, slot, source rank, 2 * row], in bytes."""
+        """Offset of the rows of tagged words, [epoch % 2, slot, source rank, 2 * row], in bytes.
+
+        A tagged word is an exchanged word that contains the epoch, so that no flag is needed.
+        """
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
     def tags(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows of x_TD, for which `takes` holds, can be sent as tagged words.
+        """Return whether the rows of x_TD, for which `takes` holds, can be sent as tagged words, which need no flags.
 
-        They must be few enough, and in bfloat16, two of which fit in a word.
+        There must be a tagged slot for each row, and elements must be bfloat16, two of which fit in a word beside the
+        epoch.
         """
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return a buffer with as many slots for one rank without peers. The same kernels run on it without waiting."""
+        """Return a buffer for one rank without peers, with as many slots. The kernels run on it without waiting."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)

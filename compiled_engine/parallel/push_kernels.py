@@ -90,7 +90,9 @@ def tagged_sum_kernel(
     BLOCK_W: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Tagged sum: program (token) exchanges and sums one row, and writes the sum and its norm.
+    """Sum x over ranks, exchanged in words that contain the epoch, and add the residual; write the sum and its RMSNorm.
+
+    Program (token) handles one row.
 
     x_ptr, residual_ptr, normed_ptr, sum_ptr: int32 [T, W], words of two bfloat16; weight_ptr: int32 [W]. The token is
     also the slot of the PushBuffer; addresses_ptr, epochs_ptr, num_slots, data_offset: its addresses, tagged_epochs,
@@ -166,9 +168,9 @@ def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
 def tagged_sum(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (normed, sum) as all_reduce_residual_rms_norm does, for rows that satisfy `pushed.tags`.
+    """Return the RMSNorm of the sum of x over ranks plus the residual, and this sum, by tagged_sum_kernel.
 
-    All ranks launch the kernel together. x_TD, residual_TD: bfloat16, contiguous.
+    The rows must satisfy `pushed.tags`. All ranks launch the kernel together. x_TD, residual_TD: bfloat16, contiguous.
     """
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

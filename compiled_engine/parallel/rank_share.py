@@ -93,6 +93,6 @@ def _divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int
 
 
 def _divided_states(recurrences: Recurrences, num_ranks: int) -> Recurrences:
-    """Return the states of one rank. Their first dimension, heads or channels of convolutions, is divided."""
+    """Return recurrences with the states of one rank: each state's first dimension, heads or channels, is divided."""
     states = (replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:])) for state in recurrences.states)
     return replace(recurrences, states=tuple(states))

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Division of a parameter of shape `whole` among ranks along `dim`. With dim None, every rank has all of it."""
+    """The division of a parameter of shape `whole` among ranks along `dim`. With dim None, every rank has all of it."""
 
     whole: tuple[int, ...]
     dim: int | None = None
@@ -51,7 +51,10 @@ class Shard:
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1 - self.outputs_last
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
-        """Return the places of a rank's slice along `dim`, one per section. `dim` must not be None."""
+        """Return where a rank's part of each section lies along `dim`, in the whole parameter and in the rank's slice.
+
+        `dim` must not be None.
+        """
         found, start, local = [], 0, 0
         for length, parts in self.sections:
             size = length // parts

@@ -47,7 +47,10 @@ def reference(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.
 
 
 def embedding_part(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the result of `reference`; on a GPU a kernel computes it."""
+    """Return each token's row of weight_VD, or zeros if another rank has the row; see `reference`.
+
+    On a GPU a kernel computes it.
+    """
     if weight_VD.device.type != "cuda":
         return reference(weight_VD, ids_T, rank)
     num_rows, hidden_size = weight_VD.shape

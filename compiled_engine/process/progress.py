@@ -17,9 +17,9 @@ Note = Callable[[], str]
 
 
 class Progress(Protocol):
-    """Protocol of progress displays. Long work runs in a `stage` block and reports units of work as they are finished.
+    """Protocol of progress displays. Long work runs in a block, `with progress.stage(name) as advance`.
 
-    The block gets a function; a call with n reports n more finished units. total: the number of units; None: unknown.
+    The work calls advance(n) when n more units of it are finished. total: the number of units; None: unknown.
     in_bytes: the units are bytes of a download, shown with its speed. note: returns a text to show after the count.
     patience_s: the stage is shown only once it has taken this long; 0: at once.
     """

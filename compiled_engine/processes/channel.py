@@ -15,7 +15,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class MessageTooLargeError(ValueError):
-    """A message has more than LARGEST_MESSAGE bytes."""
+    """Raised for a message of more than LARGEST_MESSAGE bytes."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -61,7 +61,7 @@ class FrameReader:
 
     @property
     def is_amid(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """Whether the newest message has been received only in part."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[bytearray]:
@@ -112,7 +112,7 @@ class Connection(Generic[Incoming]):
 
     @property
     def expects_more(self) -> bool:
-        """Whether a message has arrived in part."""
+        """Whether the newest message has arrived only in part."""
         return self._frames.is_amid
 
     def receive(self) -> list[Incoming]:

@@ -128,7 +128,7 @@ class CoreChild:
             self.socket.sendall(frame)
 
     def clock_ahead_s(self) -> float:
-        """Return zero, since the core is on this machine."""
+        """Return 0: the core runs on this machine and has the same clock."""
         return 0.0
 
     def how_it_ended(self, timeout_s: float) -> str:

@@ -32,7 +32,7 @@ _EXIT_S = 2.0
 
 
 class EngineDeadError(FatalError):
-    """The engine core has ended; the message has the reason."""
+    """Raised if the engine core has ended; the message has the reason."""
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
@@ -107,7 +107,7 @@ class CoreClient:
             self._send(Abort(tuple(request_ids), stopped))
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Do the same as `make`, for a call with this name and these arguments."""
+        """Make the core apply a control call with this name and these arguments, and return its result; see `make`."""
         return await self.make(ControlCall(name, arguments))
 
     async def make(self, call: ControlCall) -> Any:
@@ -136,7 +136,7 @@ class CoreClient:
         self._send(Tell(call, tuple(request_ids)))
 
     async def drained(self) -> None:
-        """Wait until the socket has accepted all messages, or the core has ended."""
+        """Wait until the socket has accepted all messages to the core, or the core has ended."""
         while self.dead is None and self._connection.has_unsent:
             accepted = asyncio.get_running_loop().create_future()
             self._drain_watchers.append(accepted)

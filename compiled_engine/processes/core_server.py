@@ -51,7 +51,10 @@ class ApiProcess:
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """`give_up` is called with the id of a request that ends because its output is too large for a message."""
+        """Start with an empty queue.
+
+        give_up: called with the id of a request that ends because its output is too large for a message.
+        """
         self.number = number
         self.connection = connection
         self._give_up = give_up
@@ -76,7 +79,7 @@ class ApiProcess:
 
 
 def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
-    """Return a message as frames.
+    """Return a message encoded as one or more frames to send.
 
     A step's outputs that are too large for one frame are divided. If a single request's output is too large, it is
     replaced by an error, and `give_up` is called with the request's id. Raises MessageTooLargeError for other messages.

@@ -28,7 +28,7 @@ _APART_S = 3.0
 
 
 class WorkerError(FatalError):
-    """A worker has failed, ended, or does not answer: the executor is unusable. The message has the reason."""
+    """Raised if a worker has failed, ended, or does not answer: the executor is unusable. The message says why."""
 
 
 class Monitor:
@@ -67,7 +67,10 @@ class Monitor:
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """Return futures for all ranks' answers to the call with this number. Raises the errors of `check`."""
+        """Return a future per rank for its answer to the control call with this number.
+
+        Raises the errors of `check`.
+        """
         futures: list[Future[Answered]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
@@ -108,7 +111,7 @@ class Monitor:
                 self._answers.clear()
                 try:
                     end_all(self._workers)
-                finally:  # set last: whoever sees the failure finds all workers ended, unless a device blocks one
+                finally:  # set last: when `failure` is set, all workers have ended, unless a device blocks one
                     self.failure = error
                     os.eventfd_write(self.bell, 1)
                     self._step_failed.notify_all()

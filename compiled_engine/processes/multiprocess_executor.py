@@ -46,11 +46,11 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """A step failed in all workers at the same point of execution, so the workers continue."""
+    """Raised if a step failed in all workers at the same point of execution, so that the workers continue."""
 
 
 class MultiprocessExecutor:
-    """Executor over worker processes.
+    """Executor that runs each rank in a worker process.
 
     If a worker cannot start, raises the worker's error, or WorkerError if the worker ended without one. `submit` and
     `result` raise WorkerError if a worker ends later. `workers` are the launched workers of this configuration, which
@@ -124,7 +124,10 @@ class MultiprocessExecutor:
         return _PendingResult(self, step.step)
 
     def sample(self, late: LateInputs) -> None:
-        """Sample with late inputs, see Executor. Errors of sampling are raised by the step's result."""
+        """Sample the newest step, whose late inputs, such as token masks, are now known; see Executor.
+
+        The step's result raises errors of sampling.
+        """
         self._monitor.check()
         self._steps.write(encode(Late(late)))
 

@@ -19,7 +19,7 @@ from compiled_engine.process.memory import collection_paused
 
 
 def core_main() -> None:
-    """Run an engine core.
+    """Run an engine core as this process's main program.
 
     The arguments are the descriptor of the listening socket, the folder that contains the socket, and the option
     `device`. SIGINT and SIGTERM are ignored, since the starter handles them and may have requests to finish. This
@@ -40,7 +40,7 @@ def core_main() -> None:
 
 
 def worker_main() -> None:
-    """Run a rank.
+    """Run a rank as this process's main program.
 
     The arguments are the kind of device, the rank, the ranks' shared folder, and the descriptors from WorkerChild.
     SIGINT and SIGTERM are ignored, since the starter handles them. This process ends when the starter closes its

@@ -49,7 +49,10 @@ class Heartbeats:
     """The time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Create the memory. With a descriptor, map the memory that another process has created instead."""
+        """Create the shared memory for the ranks' heartbeats.
+
+        With a descriptor, map the memory that another process has created instead.
+        """
         self.descriptor = descriptor
         if self.descriptor is None:
             self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
@@ -185,10 +188,10 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """The worker processes of all ranks. They import their modules and wait to be started.
+    """The worker processes of all ranks, which import their modules and wait to be started.
 
-    `children` are the workers by rank. `steps` and `results` are explained at WorkerChild. `folder` is where the ranks
-    will find each other; only this user may enter it.
+    `children` are the workers by rank, `steps` and `results` the ring buffers to and from them. `folder` is where the
+    ranks will find each other; only this user may enter it.
     """
 
     def __init__(self, count: int, device: str) -> None:

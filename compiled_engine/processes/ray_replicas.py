@@ -164,7 +164,7 @@ class RayCore:
         self._lost: str | None = None
 
     def start(self, frame: bytes) -> None:
-        """Send the Start message, which `frame` contains.
+        """Send the Start message. frame: the message, encoded.
 
         Raises ValueError if the node cannot run the configuration, and RuntimeError if the node is lost.
         """
@@ -231,7 +231,7 @@ class RayCore:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line.
+    """Return the reason of an error, which may have occurred in an actor, in one line.
 
     Ray's text for an error in an actor begins with the position in the code and ends with the exception.
     """

@@ -32,14 +32,14 @@ class RoutedRequest:
     lost: int = 0  # replicas that died while running it
 
     def add(self, output: EngineOutput) -> None:
-        """Record the request's output of a step."""
+        """Record the tokens and prompt log-probabilities that a step has computed for the request."""
         self.token_ids += output.new_token_ids
         if output.extras and (found := prompt_logprobs.rows_in(output.extras)) is not None:
             first, rows = found
             self.next_prompt_logprob = first + len(rows)
 
     def rest(self) -> EngineRequest:
-        """Return the request in the form in which a replica continues it after the tokens generated so far."""
+        """Return a request with which another replica continues this one after the tokens generated so far."""
         if not self.token_ids and self.next_prompt_logprob == prompt_logprobs.FIRST:
             return self.request
         extras = prompt_logprobs.resumed(self.request, self.next_prompt_logprob)

@@ -113,7 +113,7 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """Return the outputs of one step of one replica.
+        """Return the outputs of the next step that any replica has made.
 
         Waits for a limited time. If no outputs arrive, the result is empty.
         """
@@ -162,7 +162,7 @@ class Replicas:
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make replicas serve a control call before later requests. There are no answers.
+        """Make replicas serve a control call before later requests, without an answer.
 
         request_ids: the call is for the replicas that have these requests now; none: for all replicas.
         """

@@ -120,7 +120,7 @@ class CoreThread:
         self._thread: threading.Thread | None = None
 
     def start(self, start: Start, processors: GivenProcessors, given: MutableMapping[str, Any]) -> None:
-        """Start the thread.
+        """Start the thread, which runs the core that the Start message describes.
 
         See CoreServer for `given`; the caller adds an entry before it sends the entry's request.
         """

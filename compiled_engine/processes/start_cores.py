@@ -81,7 +81,7 @@ class LaunchedCore(RunningCore, Protocol):
     """A launched core that waits for its Start message."""
 
     def start(self, frame: bytes) -> None:
-        """Send the Start message, which `frame` contains."""
+        """Send the Start message. frame: the message, encoded."""
         ...
 
     def clock_ahead_s(self) -> float:

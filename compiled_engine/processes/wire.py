@@ -31,7 +31,7 @@ class FrontendOptions(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a core. It says what to start."""
+    """The first message to an engine core: the configuration and everything else that its start needs."""
 
     config: EngineConfig
     frontend: FrontendOptions
@@ -43,27 +43,27 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a request. If the core refuses it, the request's only output has the finish_reason "error"."""
+    """Order to queue a request. If the core refuses it, the request's only output has the finish_reason "error"."""
 
     request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End these requests. No more outputs are sent for them."""
+    """Order to end these requests. No more outputs are sent for them."""
 
     request_ids: tuple[str, ...]
     stopped: bool = False  # their output is complete, by a stop string
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """A control call, to a core or to all ranks of a core. Each receiver sends an `Answered` with the same number."""
+    """An order to serve a control call. Each receiver, a core or the ranks of a core, answers with the same number."""
 
     number: int
     call: ControlCall
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """A control call that gets no answer."""
+    """An order to serve a control call without an answer."""
 
     call: ControlCall
     # Only cores that have one of these requests need the call. Empty: all cores need it.
@@ -71,7 +71,7 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a core to each API process."""
+    """The first message of a core to each API process, which tells what the core runs."""
 
     client: int  # number of the API process; its request ids begin with the number and a colon
     config: EngineConfig
@@ -94,7 +94,7 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartWorker(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a worker, on its socket."""
+    """The first message to a worker, on its socket: the configuration and what else its start needs."""
 
     config: EngineConfig
     logits_processors: tuple[str, ...]  # as "package.module:Name"
@@ -106,33 +106,36 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker is ready. All workers must report the same values."""
+    """Report of a worker that it is ready. All workers must report the same values."""
 
     num_blocks: int  # of the KV cache
     cache_key: str | None  # key of the compiled model
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Execute a step. Sent to all workers over the ring buffer."""
+    """Order to execute a step. Sent to all workers over the ring buffer."""
 
     step: SchedulerOutput
 
 
 class Late(msgspec.Struct, tag=True, frozen=True):
-    """Late inputs of the newest step, whose sampling waits for them. Sent to all workers over the ring buffer."""
+    """Inputs of the newest step that only its sampling waits for, such as token masks.
+
+    Sent to all workers over the ring buffer.
+    """
 
     inputs: LateInputs
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Tell the workers to continue after a step that failed on all of them. Until then they execute no steps.
+    """Order to continue after a step that failed on all workers. Until then they execute no steps.
 
     Sent over the ring buffer.
     """
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Free the device and end. Sent to all workers over the ring buffer."""
+    """Order to free the device and end. Sent to all workers over the ring buffer."""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
@@ -188,7 +191,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """Encode a step's result for the ring buffer."""
+    """Encode a step's outputs or its failure for the ring buffer."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 

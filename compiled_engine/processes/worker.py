@@ -45,7 +45,7 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """Run a rank until it is told to stop.
+    """Run a rank until it gets a Stop message.
 
     `connection` is the socket of WorkerChild, and `device` is "cuda" or "cpu". `folder` is where the ranks find each
     other. `descriptors` are those that WorkerChild passes, without the socket's.
@@ -135,7 +135,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these inputs. If the step has failed, do nothing."""
+        """Sample the step that waits for these late inputs. If the step has failed, do nothing."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None
@@ -153,7 +153,7 @@ class Worker:
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, which launches step `number`.
+        """Launch step `number` by calling `launch`, and return the step's pending output.
 
         A failure is reported to the executor, and returned as a pending output that raises the error. Later steps fail
         with the same error, until the executor sends `GoOn`.

@@ -1,6 +1,6 @@
 """Causal depthwise convolution over packed sequences, with PyTorch's ops.
 
-A request's last inputs before the step are kept in the convolution's state: the one at position p in slot p modulo N.
+A request's last inputs before the step are kept in the convolution's state: the input at position p in slot p mod N.
 Shapes: T tokens and R requests of the step, D channels, W weights per channel, S rows of the state, N slots of a row.
 """
 
@@ -51,7 +51,7 @@ def convolve_reference(
 
 
 def _newest(x_TD: torch.Tensor, state_SDN: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the last N inputs of each request including this step's, in their slots, [R, D, N]: its new state."""
+    """Return the new state of each request, [R, D, N]: its last N inputs, this step's included, in their slots."""
     num_slots = state_SDN.shape[2]
     slot_1N = torch.arange(num_slots, device=x_TD.device).unsqueeze(0)
     last_R1 = (sequences.num_before + sequences.lens - 1).unsqueeze(1)

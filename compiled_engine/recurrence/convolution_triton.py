@@ -179,8 +179,8 @@ def keep_inputs_kernel(
 ) -> None:
     """Write the last inputs of each request to its state. Program: (request, tile of TILE_D channels).
 
-    rows_of_each: the number of rows of each request, 1 if requests differ in it. Then there is a program for each row,
-        and the program of a request's first row handles its drafts too.
+    rows_of_each: the number of rows of each request, or 1 if requests have different numbers. With 1 there is a program
+        for each row, and the program of a request's first row handles its drafts too.
     COMPUTES: first compute the outputs of the request's tokens, one after another, and write them to out_ptr; otherwise
     out_ptr is not written. See convolve_kernel for the remaining arguments.
     """

@@ -87,9 +87,10 @@ def delta_rule_kernel(
         whose results are zeros.
     drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
         drafts; SLOTS is then 0.
-    num_rows: R. rows_of_each: the number of rows of each request, 1 if requests differ in it. Then there is a program
-        for each row, and the program of a request's first row handles its drafts too. IN_TWO: one of two launches; with
-        CHUNK 1 it processes only rows of one token, otherwise only the others, which drafts never precede.
+    num_rows: R. rows_of_each: the number of rows of each request, or 1 if requests have different numbers. With 1 there
+        is a program for each row, and the program of a request's first row handles its drafts too. IN_TWO: this is
+        one of two launches. With CHUNK 1 it processes only rows of one token, otherwise only the other rows, whose
+        states never have drafts to apply.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.

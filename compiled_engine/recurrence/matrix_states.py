@@ -28,7 +28,7 @@ class Drafted(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-    """The values of tokens that a rule reads, in fp32. The last one depends on the rule."""
+    """The queries, keys, values and decays of tokens, in fp32. `other` depends on the rule."""
 
     q_THk: torch.Tensor
     k_THk: torch.Tensor
@@ -92,7 +92,7 @@ def apply_to_step(
 
 
 def written(decayed_RHkv: torch.Tensor, k_RHk: torch.Tensor, written_RHv: torch.Tensor) -> torch.Tensor:
-    """Return the states after values are written under keys, see the module."""
+    """Return the states after a value is written under a key of each: decayed state + key^T value."""
     return decayed_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, written_RHv)
 
 
@@ -112,8 +112,8 @@ def _compute_drafts(
 ) -> None:
     """Write the results of drafts to out_THv, and the drafts' updates and the states' lengths to `drafted`.
 
-    states_RHkv: the states after each request's num_certain_R tokens that are no drafts. alone_R: requests that may
-    have drafts.
+    states_RHkv: the states after the tokens that are not drafts, num_certain_R of each request; overwritten. alone_R:
+    whether a request has one such token, so that it may have drafts.
     """
     drafts_SHNw, lengths_SHv = drafted
     lengths_R = sequences.num_before + num_certain_R
@@ -131,7 +131,7 @@ def _compute_drafts(
 def _apply_drafts(
     states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences, num_certain_R: torch.Tensor
 ) -> None:
-    """Apply the previous step's right drafts to the states, in place. They precede this step's first token.
+    """Apply the previous step's right drafts, which precede this step's first token, to the states, in place.
 
     A request with several certain tokens has no right drafts, since it had no drafts in the previous step.
     """

@@ -26,9 +26,10 @@ def apply_drafts(
     V: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the state after the right drafts of the step before. A state without tokens has no length yet.
+    """Return the state after the previous step's right drafts, whose updates are applied.
 
-    num_before: the request's tokens before this step. continues_v: columns that have tokens.
+    num_before: the request's tokens before this step. continues_v: columns whose state has tokens; only these columns
+    have a length.
     """
     num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
     update_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1)
@@ -56,7 +57,7 @@ def store_update(
     V: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """Store what the draft at a position changes: its key, the value written under the key, and g."""
+    """Store the update of the draft at `position`: its key, the value written under the key, and g."""
     slot_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1) + (position % SLOTS) * (K + V + 1)
     tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
     if tl.program_id(0) == 0:
@@ -84,9 +85,10 @@ def end_request(
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Store a request's state and its length, and zeros as results of the `num_missing` drafts that do not exist.
+    """Store a request's state, the state's length, and zeros as results of the `num_missing` drafts that do not exist.
 
-    With drafts, the state after a request's certain tokens is stored before, and `length` counts drafts too.
+    length: the request's tokens in the step, its existing drafts included. With SLOTS and CHUNK 1 there may be drafts:
+    the caller has then stored the state, as of the last token that is not a draft.
     """
     zero_v = tl.zeros(v_v.shape, tl.int32)
     if (row >= 0) & (length > 0):

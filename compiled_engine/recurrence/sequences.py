@@ -11,7 +11,7 @@ from compiled_engine.config import ModelConfig
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that a model with recurrences reads beyond those of every model; empty without them."""
+    """Return the step tensors that only models with recurrences read; empty for other models."""
     return () if model.recurrences is None else (ROWS,)
 
 
@@ -56,10 +56,10 @@ class Sequences(NamedTuple):
         return self.seq_lens_R.long() - self.lens
 
     def joined(self) -> tuple[Sequences, torch.Tensor]:
-        """Return the sequences with one row for each request, and how many of its tokens are no drafts, int64 [R].
+        """Return the sequences with one row for each request, and how many of its tokens are not drafts, int64 [R].
 
-        The rows of a request's drafts directly follow the row of its newest token, and become part of it. A row whose
-        draft does not exist has an empty context, and becomes padding.
+        The rows of a request's drafts directly follow the row of its newest token, and are merged into that row. A row
+        whose draft does not exist has an empty context, and becomes padding.
         """
         exists_R = (self.rows_R >= 0) & (self.seq_lens_R > 0)
         first_R = torch.ones_like(exists_R)
@@ -81,7 +81,7 @@ class Sequences(NamedTuple):
         return request_T, tokens_T - self.starts[request_T]
 
     def real(self, request_T: torch.Tensor) -> torch.Tensor:
-        """Return which tokens are no padding and belong to no padding request, bool [T]. request_T: see `places`."""
+        """Return which tokens are real: neither padding nor of a padding request, bool [T]. request_T: see `places`."""
         inside_T = torch.arange(len(request_T), device=request_T.device) < self.query_start_loc_R1[-1]
         return inside_T & (self.rows_R >= 0)[request_T]
 

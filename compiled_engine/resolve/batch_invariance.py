@@ -1,4 +1,4 @@
-"""Refuses what a batch-invariant engine cannot compute with the same bits in every batch, by name and with the reason.
+"""Refuse options and models that a batch-invariant engine cannot compute with the same bits in every batch.
 
 Models are also checked op by op when they are compiled, see passes/linear/invariant_linear.py.
 """

@@ -48,9 +48,9 @@ def resolve_graphs(
 ) -> GraphConfig:
     """Return the configuration of graphs, and add the reasons for chosen values to `reasons`.
 
-    compiled, graphed: whether the resolved `mode` compiles, and uses graphs. short_contexts: see Support; it returns ()
-    if no pass uses the kernels for short contexts. recording_obstacle: the result of the function `recording_obstacle`.
-    decodes: False for an encoder, which has no decodes.
+    compiled, graphed: whether the resolved `mode` compiles, and uses graphs. short_contexts: the result of
+    `reached_short_contexts`. recording_obstacle: the result of the function of that name. decodes: False for an
+    encoder, which has no decodes.
 
     Raises ValueError or TypeError, which names the field.
     """
@@ -95,9 +95,10 @@ def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
-    """Return the backend's function Support.short_contexts if the pass that uses kernels for short contexts is enabled.
+    """Return a function: number of requests -> the most tokens of each short context with a graph of its own.
 
-    Otherwise return a function that always returns ().
+    It is the backend's Support.short_contexts if the pass that uses kernels for short contexts is enabled; otherwise it
+    returns ().
     """
     return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
 

@@ -72,8 +72,8 @@ DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
     """Return the configuration for these options. Downloads missing files of checkpoints from the hub.
 
-    Weights are downloaded only of a merged adapter and for a draft head, since they are read now. Raises ValueError,
-    TypeError or OSError with the field, the value and what is allowed.
+    These include the weights of a merged adapter and of a draft head, which are read now, but not those of models.
+    Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
     resolve_logits_processors(options.logits_processors)  # checked only: objects are not part of the configuration

@@ -74,7 +74,7 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
 
 
 def _divided(num_bytes: int, of_block: int, of_state: int) -> tuple[int, int]:
-    """Return the numbers of blocks and of snapshots in `num_bytes`, given the bytes of one of each.
+    """Return how many KV cache blocks and snapshots of recurrent states fit into `num_bytes`, given the bytes of each.
 
     Snapshots get half of the bytes, but there is no more than one for each block.
     """
@@ -85,7 +85,7 @@ def _divided(num_bytes: int, of_block: int, of_state: int) -> tuple[int, int]:
 
 
 def digest_of_model(config: EngineConfig) -> str:
-    """Return a digest of all that keys and values depend on besides a prefix.
+    """Return a digest of everything that the keys and values of a block depend on, except the tokens of its prefix.
 
     Names, sizes and times of the checkpoint's files stand for its weights. A link counts as the file that it leads to,
     so that a checkpoint of the hub has the digest of its contents.

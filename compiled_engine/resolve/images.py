@@ -91,7 +91,7 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
 
 
 def _quantised_module(model: ModelConfig) -> str | None:
-    """Return the first module outside the text model that the checkpoint holds quantised; None if it holds none."""
+    """Return the first module outside the text model that is quantised in the checkpoint; None if there is none."""
     if model.quantisation is None:
         return None
     others = (name for name in tensor_names(model.path) if text_name(name) is None)

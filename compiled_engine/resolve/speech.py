@@ -74,7 +74,10 @@ def resolve_speech(
 
 
 def _clips(options: EngineOptions, name: str, length: int) -> int | None:
-    """Return the number of clips that an option allows in positions of the encoder; None if it is not given."""
+    """Return how many clips of `length` encoder positions fit into the option `name`; None if it is not given.
+
+    Raises ValueError if no clip fits.
+    """
     given: int | None = getattr(options, name)
     if given is not None and given < length:
         raise ValueError(f"{name} is {given}; allowed: at least {length}, the positions of a clip")

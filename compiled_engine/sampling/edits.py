@@ -49,7 +49,7 @@ MAX_COUNT = 2**15 - 1
 
 
 def counts_field(vocab_size: int) -> RowField:
-    """Return the row field with the counts of each token, by column of the logits."""
+    """Return the row field that counts how often each token occurs in a request, by column of the logits."""
     return RowField("counts", torch.int16, (vocab_size,))
 
 
@@ -59,16 +59,16 @@ def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
 
 
 class RowEdits(NamedTuple):
-    """The kinds of edits that a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
+    """The kinds of edits that the logits of a request need."""
 
-    added_to: bool
-    limited: bool
+    added_to: bool  # logit_bias, bad_words or min_tokens
+    limited: bool  # allowed_token_ids
     penalised: bool
     remembered: bool  # its generated tokens are recorded
 
 
 class EditedRows:
-    """Writes the requests' edits into the fields of their rows.
+    """Writes what edits of logits need into the row fields, the requests' state on the device.
 
     Large fields are declared when the first request needs them: `counts`; `tail`, the last generated tokens, padded
     with -1; `allowed_words`, masks with one bit per row and token.
@@ -141,22 +141,22 @@ class EditedRows:
         self._rows.write("allowed_words", row, mask_of(self._vocabulary.own(token_ids), size))
 
     def allowed(self, row_index_R: torch.Tensor) -> StepMasks:
-        """Return the masks of these rows (int32 [R], on the device, no padding), at least one of which has a mask."""
+        """Return the masks of allowed tokens of these rows, at least one of which has a mask.
+
+        row_index_R: int32 [R], on the device, no padding.
+        """
         return StepMasks(self._rows["allowed_words"], self._rows["allowed_mask"].index_select(0, row_index_R))
 
 
 class RowAdditions(NamedTuple):
-    """The additions of a request: additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32.
+    """The values that a request adds to logits of tokens, each under a condition, as rows of integers."""
 
-    A comment at NUM_COLUMNS describes the columns.
-    """
-
-    additions_NC: np.ndarray
-    prefixes_P: np.ndarray
+    additions_NC: np.ndarray  # int32 [n, NUM_COLUMNS]; a comment at NUM_COLUMNS describes the columns
+    prefixes_P: np.ndarray  # int32 [p, 1], the tokens of bad words before the last one
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions to logits in a rank's slice, with token ids relative to the slice's first token.
+        """Return the additions to the logits of a rank's tokens, with token ids relative to the first of these.
 
         Prefixes are unchanged.
         """
@@ -175,7 +175,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """Return the additions of a request's logit_bias, bad_words and min_tokens."""
+    """Return the values that logit_bias, bad_words and min_tokens add to a request's logits."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -232,7 +232,7 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks of a step with S rows of logits, see token_mask.py."""
+    """Masks of the tokens that each row of a step's logits may choose, for S rows; see token_mask.py."""
 
     masks_MW: torch.Tensor  # int32: M masks of W words
     mask_index_S: torch.Tensor  # int32: index of each row's mask; -1 for none
@@ -243,7 +243,7 @@ class StepMasks:
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
-        """Return the masks of some rows (int64 [R], on the device)."""
+        """Return the masks of the rows with these indices (int64 [R], on the device)."""
         return replace(self, mask_index_S=self.mask_index_S.index_select(0, index_R))
 
 
@@ -280,7 +280,7 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 
 
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
-    """Add each row's sampled token (int64 [S]) to its counts and its tail, if declared.
+    """Add each row's sampled token (int64 [S]) to the row's counts of tokens and its last tokens, if declared.
 
     row_index_S: int32 [S], rows of the states; -1 is padding, and a row with counts or a tail must not repeat. Error
     codes in place of a token are skipped. first_token: the id of the counts' first column.

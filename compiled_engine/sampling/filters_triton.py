@@ -22,7 +22,7 @@ NUM_WARPS = 16
 
 @triton.jit
 def _ordered(value: tl.tensor) -> tl.tensor:
-    """Return numbers with the same order as the float32 values.
+    """Return integers that are in the same order as the float32 values.
 
     They are int64, since their differences would not fit into 32 bits.
     """

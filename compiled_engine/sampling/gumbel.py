@@ -110,7 +110,10 @@ def _choose(
     threshold: np.ndarray | None,
     first_token: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token ids, their scores), [R] each, for logits [R, V]. keys: uint64 [R], the keys of the rows' noise."""
+    """Choose a token for each row of logits [R, V]. Returns (token ids, their scores), [R] each.
+
+    keys: uint64 [R], the key of each row's noise.
+    """
     token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
     best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     random = inverse_temperature > 0
@@ -151,7 +154,7 @@ def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int)
 
 
 def fastest_sample() -> Callable[..., None]:
-    """Return the C++ implementation of `sample`, or numpy's if the former cannot be compiled."""
+    """Return the C++ implementation of `sample`, or numpy's if the C++ code cannot be compiled."""
     try:
         _kernel()
     except CannotCompile:

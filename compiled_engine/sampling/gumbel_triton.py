@@ -118,7 +118,7 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Write each row's best token of all ranks to token_ids_S. The ranks exchange keys through the push buffer.
+    """Write each row's best token of all ranks to token_ids_S. The ranks exchange keys (ranks.keys_of) by push buffers.
 
     All ranks launch the kernel together, with the same number of rows.
     """

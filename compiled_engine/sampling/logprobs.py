@@ -33,10 +33,10 @@ def logprob_rows(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
-    """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top].
+    """Return log-probabilities of each row's chosen token and num_top most likely tokens, on the host.
 
-    The rows are on the host, and readable once the current stream has reached this point. Temporary memory is bounded,
-    see ranks.row_chunks.
+    The rows are int32 [R, 3 + 2 * num_top], laid out as in LogprobRows, and readable once the current stream
+    has reached this point. Temporary memory is bounded, see ranks.row_chunks.
 
     logits_RV: any floating dtype, contiguous within a row; computed in float32. token_ids_R: the chosen tokens, int32
     [R]. triton: whether Triton kernels may run, by default on CUDA; they serve num_top up to FEW_TOKENS, and undivided
@@ -76,7 +76,7 @@ def _log_sums(logits_RV: torch.Tensor) -> torch.Tensor:
 def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Return rows like logprob_rows, with a divided vocabulary.
+    """Return log-probabilities as logprob_rows does, for a vocabulary that is divided among ranks.
 
     Every rank must call this function with the same tokens, and gets the same rows.
     """
@@ -93,7 +93,7 @@ def _fill_of_ranks(
     num_top: int,
     vocabulary: VocabularySlice,
 ) -> None:
-    """Fill a chunk of rows, see _rows_of_ranks. token_ids_R1: the chosen tokens, int64."""
+    """Write the log-probabilities of some rows to rows_RW. token_ids_R1: the chosen tokens, int64."""
     gather, num_ranks = vocabulary.group.gather_columns, vocabulary.group.size
     column_R1 = token_ids_R1 - vocabulary.first
     is_here_R1 = (column_R1 >= 0) & (column_R1 < vocabulary.size)
@@ -120,7 +120,7 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Log-probabilities of a batch, being copied to the host; the tensors are rows of `logprob_rows`."""
+    """Log-probabilities of a batch, in tensors as `logprob_rows` returns them, whose copy to the host may still run."""
 
     # All rows of the batch, each with the largest number of tokens up to FEW_TOKENS; None if no row needs it.
     few_SW: torch.Tensor | None

@@ -43,7 +43,7 @@ def block_keys(
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """Return the float32 logit of a key; minus infinity becomes the lowest finite number.
+    """Return the float32 logit that a key of `block_keys` stands for; the lowest finite number for minus infinity.
 
     Differences of minus infinity would be NaN.
     """
@@ -135,7 +135,7 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return the rows of logprobs.logprob_rows, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
+    """Return what logprobs.logprob_rows does, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
 
     The kernels write device memory, which is copied to pinned memory if on a GPU. PyTorch's allocator tracks pending
     copies but not pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.

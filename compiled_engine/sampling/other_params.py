@@ -16,17 +16,15 @@ from compiled_engine.schema import unknown_name_message
 
 @dataclass(frozen=True)
 class OtherParam:
-    """A parameter of another engine, and how its values are handled. An enum member counts as its name.
+    """A sampling parameter that only other engines have, and how its values are handled.
 
-    asks_nothing: values that ask for nothing; they are accepted silently. Any other value is an error that names the
-    alternative `instead`. The exceptions are values in without_effect, and all values if `instead` is "": they are
-    accepted with a warning, which gives the reason no_effect.
+    A value is accepted silently, accepted with a warning, or refused with an error. An enum member counts as its name.
     """
 
-    asks_nothing: tuple[Any, ...]
-    no_effect: str = ""
-    without_effect: tuple[Any, ...] = ()
-    instead: str = ""
+    asks_nothing: tuple[Any, ...]  # values that change nothing in other engines either; accepted silently
+    no_effect: str = ""  # the reason in the warning for values that have no effect here
+    without_effect: tuple[Any, ...] = ()  # accepted with that warning; if `instead` is "", all other values are
+    instead: str = ""  # the alternative that the error for any other value names
 
     def settle(self, name: str, value: Any) -> None:
         """Accept a value silently or with a warning, or raise ValueError for it."""
@@ -39,7 +37,7 @@ class OtherParam:
 
     @property
     def result(self) -> str:
-        """Text for the documents: how values that ask for something are handled."""
+        """Text for the documents: how values other than those in asks_nothing are handled."""
         if not self.instead:
             return f"no effect: {self.no_effect}"
         if not self.without_effect:

@@ -234,7 +234,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
-        """Return a copy with lists and dicts of its own.
+        """Return a copy that has its own lists and dicts.
 
         The items in them, and token_mask, are shared with this object.
         """

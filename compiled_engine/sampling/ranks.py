@@ -36,9 +36,9 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """The best score of each row, written by a rank's choice. The rank's tokens begin with `first_token`."""
+    """Receives, from `gumbel.sample` on one rank, the score of each row's best token among the rank's tokens."""
 
-    first_token: int
+    first_token: int  # of the rank
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
     scores_S: torch.Tensor
 
@@ -84,11 +84,11 @@ class VocabularySlice:
         return found.astype(np.uint32).view(np.int32)
 
     def gathered(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all ranks: [R, whole size]."""
+        """Return logits with the columns of all ranks, [R, whole size], from this rank's columns."""
         return self.group.gather_columns(logits_RV) if self.is_divided else logits_RV
 
     def of_whole(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Return a view of this rank's columns of gathered logits."""
+        """Return this rank's columns, as a view, of logits with the columns of all ranks."""
         return logits_RV[:, self.first : self.first + self.size]
 
 
@@ -129,7 +129,7 @@ def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
 def filter_candidates(
     logits_SV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
+    """Return logits [S, C], fewer than the whole vocabulary, that give the same thresholds for rows with filters.
 
     top_k, top_p: values of the rows with filters. The result has the k largest logits of each rank, which include the k
     largest of all; k is the largest top_k, or 1 if all rows have min-p alone. Whole rows are gathered if k exceeds

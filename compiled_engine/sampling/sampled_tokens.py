@@ -53,7 +53,7 @@ class LogprobRows:
 
     @classmethod
     def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
-        """Return LogprobRows with these entries.
+        """Return LogprobRows with an entry for each position, see TokenLogprobs.
 
         Raises ValueError unless all entries have the same number of tokens.
         """
@@ -73,7 +73,7 @@ class LogprobRows:
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
-        """Return LogprobRows with some of the rows."""
+        """Return LogprobRows with some of the rows: a slice, or those marked True, or those at the given indices."""
         return LogprobRows.of_array(self.array()[rows])
 
     def __len__(self) -> int:

@@ -192,7 +192,7 @@ class Sampler:
         self._processors.add(processor)
 
     def alone(self) -> Sampler:
-        """Return a sampler of the same rows that exchanges nothing with other ranks. One rank may run it in a dry run.
+        """Return a sampler of the same rows that exchanges nothing with other ranks, so that one rank can run it alone.
 
         Its tokens are right only if there is one rank.
         """

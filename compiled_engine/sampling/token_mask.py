@@ -37,7 +37,7 @@ class TokenMask(Protocol):
 
 
 def num_words(vocab_size: int) -> int:
-    """Return the length of a mask in words."""
+    """Return the length of a token mask in words of 32 bits."""
     return -(-vocab_size // BITS)
 
 

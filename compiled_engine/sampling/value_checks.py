@@ -32,7 +32,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Kind:
-    """Return the kind of integers in [low, high], numpy's included.
+    """Return the kind, a check and a JSON schema, of integers in [low, high], numpy's included.
 
     With `or_minus_one`, -1 is allowed too, and with `or_flag`, bools.
     """
@@ -54,7 +54,7 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Kind:
-    """Return the kind of finite numbers in [low, high], or in (low, high] with `above_low`."""
+    """Return the kind, a check and a JSON schema, of finite numbers in [low, high], or (low, high] with `above_low`."""
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
@@ -72,7 +72,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Return `kind` with None allowed too."""
+    """Return a kind (a check and a JSON schema) that allows None besides the values of `kind`."""
 
     def check_unless_none(name: str, value: Any) -> Any:
         return None if value is None else kind.check(name, value)
@@ -81,7 +81,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
-    """Return the kind of lists or tuples of `kind`, converted to a tuple; None becomes an empty one."""
+    """Return the kind of lists or tuples of values of `kind`. Its check returns a tuple, an empty one for None."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
         items = _items(name, value)
@@ -93,7 +93,7 @@ def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Return the kind of lists or tuples of `kind`, converted to a new list; None becomes an empty one."""
+    """Return the kind of lists or tuples of values of `kind`. Its check returns a new list, an empty one for None."""
 
     def check_items(name: str, value: Any) -> list[Any]:
         return [kind.check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
@@ -131,7 +131,7 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of a mapping of names to JSON values, or None. The values may be sent to another process."""
+    """Return a copy of `value`, which must be None or a mapping of names to JSON values."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -156,7 +156,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def having(method: str) -> Kind:
-    """Return the kind of objects that have a method of the name `method`."""
+    """Return the kind, a check, of objects that have a method of the name `method`."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not callable(getattr(value, method, None)):

@@ -18,7 +18,7 @@ from compiled_engine.server.shared_figures import SharedFigures
 
 
 def main() -> None:
-    """Read an Order from stdin and serve it. Exit if stdin is empty.
+    """Read an Order, which says what to serve, from stdin and serve until told to end. Exit if stdin is empty.
 
     The arguments are the file descriptors of the listening socket and the shared figures, and this process's number.
     """

@@ -68,7 +68,7 @@ class Place:
         return any(serves and connections < own for serves, connections in others)
 
     def forget(self, number: int) -> None:
-        """Reset the state of a process that has ended."""
+        """Reset the state of the API process `number`, which has ended."""
         for column in (self._serving, self._connections):
             self._figures.forget(number, column)
 
@@ -99,7 +99,7 @@ class ApiServers:
         self._processes = {number: self._start(number) for number in range(1, options.api_server_count)}
 
     def give(self, order: Order) -> None:
-        """Send the Order to all processes. Call it after the engine is ready."""
+        """Send all processes the Order, which says what to serve. Call it after the engine is ready."""
         self._order = msgspec.json.encode(order)
         for process in self._processes.values():
             _send(process, self._order)
@@ -149,7 +149,7 @@ class ApiServers:
         self._stopping = True
 
     def kill(self) -> None:
-        """Kill the processes. May be called repeatedly."""
+        """Kill the additional API processes. May be called repeatedly."""
         for process in self._processes.values():
             process.kill()
             process.wait()

@@ -62,7 +62,7 @@ async def chat_completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fields shared by all parts of an answer."""
+    """The values that all parts of a request's answer share: id, time, model, and the request itself."""
 
     id: str
     created: int
@@ -151,7 +151,7 @@ def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMe
 
 
 class _Part:
-    """The state of one streamed completion."""
+    """The state of a streamed completion between its outputs."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -199,7 +199,7 @@ class _Part:
 async def answer_events(
     answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a stream as encoded bytes."""
+    """Yield a streamed answer as server-sent events, encoded as bytes."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()

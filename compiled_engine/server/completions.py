@@ -65,7 +65,7 @@ async def completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fields shared by all parts of an answer."""
+    """The values that all parts of a request's answer share: id, time, model, and the request itself."""
 
     id: str
     created: int
@@ -221,7 +221,7 @@ def _part(
 async def answer_events(
     answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a stream as encoded bytes."""
+    """Yield a streamed answer as server-sent events, encoded as bytes."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()

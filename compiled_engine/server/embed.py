@@ -68,7 +68,7 @@ class EmbedTokens(msgspec.Struct):
 
 
 class EmbedMeta(msgspec.Struct, kw_only=True):
-    """Metadata of a response."""
+    """Metadata of a response: the API's version and token counts."""
 
     api_version: ApiVersion
     tokens: EmbedTokens

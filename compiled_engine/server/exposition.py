@@ -166,7 +166,7 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the engine's metrics. Those that `engine` lacks have no samples, except those on cache and weights."""
+    """Return the engine's metrics. A metric that `engine` lacks has no samples, except compile_cache and weights."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
@@ -270,7 +270,7 @@ def _admission(serving: Serving) -> list[Metric]:
 
 
 class _Families:
-    """A Prometheus collector that returns the given families."""
+    """A Prometheus collector that returns the given metrics."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -259,7 +259,7 @@ def bounded_protocol(limits: Limits, connections: Connections) -> type[BoundedPr
 
 
 def probe_when_idle(connection: socket.socket | None) -> None:
-    """Enable TCP keepalive."""
+    """Enable TCP keepalive, which closes an idle connection whose client has vanished."""
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -25,7 +25,7 @@ class _Counts(NamedTuple):
     opening: int
 
     def excess(self, max_values: int) -> str:
-        """Return the bound that is exceeded, as text, or "" if none is."""
+        """Return a description of the first bound that the counts exceed, or "" if they exceed none."""
         if self.commas >= max_values:
             return f"{max_values} values"
         if self.colons > MOST_KEYS:

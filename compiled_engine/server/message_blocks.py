@@ -43,7 +43,7 @@ NOT_FOR_THE_MODEL = "x-anthropic-billing-header"
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """A text block."""
+    """A text in a message."""
 
     text: str
 
@@ -315,7 +315,7 @@ def _part(text: str) -> ContentPart:
 
 
 def _of_block(where: str, block: Block) -> Part:
-    """Convert a block of the user or of a tool's result."""
+    """Convert a text or image block to a part of a chat message. `where` names the block in errors."""
     return ImagePart(image_url=block.source.as_url) if isinstance(block, ImageBlock) else _part(_text(where, block))
 
 

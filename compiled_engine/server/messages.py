@@ -191,7 +191,7 @@ class MessageEvents:
         return {"type": "message_start", "message": self.message}
 
     def piece(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events for a piece."""
+        """Yield the stream events for a piece of the answer."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, TextBlock):

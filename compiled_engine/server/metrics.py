@@ -68,7 +68,7 @@ class Histogram:
         own[self._last] += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, cumulative count) pairs, ascending."""
+        """Return the buckets as pairs, ascending: the upper bound, and the number of values up to it."""
         borders = [*map(str, map(float, self._borders)), "+Inf"]
         counts = self._figures.totals(range(self._first, self._last))
         return list(zip(borders, accumulate(counts), strict=True))
@@ -179,7 +179,7 @@ class ObservedRequest:
         self._ended = True
 
     def output(self, result: RequestOutput) -> None:
-        """Record an output of the kind "delta" or "final"."""
+        """Record the tokens and times of an output, which must be of the kind "delta" or "final"."""
         now = time.perf_counter()
         for completion in result.outputs:
             count = len(completion.token_ids)

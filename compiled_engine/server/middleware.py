@@ -100,7 +100,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
-    """The outermost layer of the application.
+    """The outermost ASGI layer, which refuses, counts and logs requests.
 
     The response has the request's id, or a new one if that is absent or malformed. Two kinds of requests are not
     logged, since anyone could fill the log with them: requests that this layer refuses and, if the server has API keys,

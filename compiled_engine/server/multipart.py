@@ -1,4 +1,4 @@
-"""Reads forms of several parts (multipart/form-data, RFC 7578), which bring files."""
+"""Read request bodies that are multipart forms (multipart/form-data, RFC 7578), which may contain files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _name(head: bytes) -> str:
 
 
 def _parameters(value: str) -> Message:
-    """Return a message whose content type is a header's value; its methods parse the parameters."""
+    """Return an email message with a header's value as content type; the message's methods parse the parameters."""
     message = Message()
     message["content-type"] = value.strip() if "/" in value.partition(";")[0] else f"form/{value.strip()}"
     return message

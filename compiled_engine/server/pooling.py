@@ -111,7 +111,7 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
-    """The result of a text, or of each of its tokens."""
+    """The values computed for a text, or for each of its tokens."""
 
     index: int
     object: Literal["pooling"] = "pooling"

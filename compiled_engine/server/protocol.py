@@ -29,7 +29,7 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     """Draft tokens of the engine.
 
-    Accepted ones are part of the completions; rejected ones were wrong or came too late.
+    Accepted ones are part of the completions; rejected ones were wrong, or lay behind the end of a completion.
     """
 
     accepted_prediction_tokens: int
@@ -138,7 +138,7 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """The answer's message."""
+    """The message of an answer, as an output item."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -147,7 +147,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning before an answer."""
+    """The reasoning before an answer, as an output item."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -270,7 +270,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The complete answer, or one event of it."""
+    """A complete answer, or an event of a streamed answer."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -416,7 +416,7 @@ class Delta(msgspec.Struct, kw_only=True):
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """The next part of an answer."""
+    """The part of an answer that an event adds."""
 
     index: int
     delta: Delta

@@ -77,7 +77,7 @@ class PieceStream:
 
 
 class EventStream(PieceStream):
-    """A response of server-sent events."""
+    """A response that is a stream of server-sent events."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__(events, {**HEADERS, **headers})

@@ -55,7 +55,7 @@ class ScoreRequest(PoolingFields, kw_only=True):
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
-    """The score of a pair."""
+    """The score of a pair of texts. `index` is the pair's index."""
 
     index: int
     object: Literal["score"] = "score"

@@ -341,7 +341,7 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=self.response)
 
     def piece(self, piece: Piece, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
-        """Yield the events for a piece. `logprobs` belong to its text."""
+        """Yield the stream events for a piece of the answer. `logprobs` belong to the piece's text."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, MessageItem):
@@ -431,5 +431,5 @@ class ResponseEvents:
 
 
 def new_id(kind: str) -> str:
-    """Return a new id with the prefix `kind`."""
+    """Return a new unique id that begins with `kind`."""
     return f"{kind}_{uuid.uuid4().hex}"

@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
         return made
 
     def forget(self, process: int) -> None:
-        """Drop the state of another process that has ended."""
+        """Drop the shared state of another API process, which has ended."""
         self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Accept no more requests, and end after the running requests."""
+        """Accept no more requests, and end the server after the running requests."""
         self.should_exit = True
         self._app.serving.stopping.set()
 

@@ -76,15 +76,15 @@ class Admission:
             own[self._taken] -= completions
 
     def forget(self, process: int) -> None:
-        """Drop the completions of a process that has ended."""
+        """No longer count the completions of an API process that has ended."""
         self._figures.forget(process, self._taken)
 
 
 class ImageGate:
     """Bounds the images that are processed at once in this process. Prompts wait until there is room, in order.
 
-    most: bytes of these images, as the model's processor may make of them; and of the URLs of all prompts, beyond which
-    a prompt is refused.
+    most: bytes that the model's processor may make of these images; also the bytes of the URLs of all prompts here,
+    beyond which a prompt is refused.
     """
 
     def __init__(self, most: int = MOST_WAITING) -> None:
@@ -96,8 +96,8 @@ class ImageGate:
     async def admit(self, urls: int, size: int) -> AsyncIterator[None]:
         """Count a prompt within the block, which begins when there is room.
 
-        urls: bytes of its URLs. size: the most bytes of its images. A prompt alone has room, whatever its size. Raises
-        ApiError 503 if the URLs exceed the bound and there are other prompts.
+        urls: bytes of the prompt's URLs. size: most bytes of its processed images. A prompt alone always has room.
+        Raises ApiError 503 if the URLs exceed the bound and there are other prompts.
         """
         if self._urls and self._urls + urls > self.most:
             raise ApiError(
@@ -124,7 +124,7 @@ class ImageGate:
 
 @dataclass(frozen=True)
 class Serving:
-    """The state shared by all requests."""
+    """The server's state that all HTTP requests share: engine, options, limits and metrics."""
 
     engine: AsyncLLM
     options: ServerOptions

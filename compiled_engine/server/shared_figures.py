@@ -60,7 +60,7 @@ class SharedFigures:
 
 
 def _make_file(size: int) -> int:
-    """Return the descriptor of an unlinked file of zeros."""
+    """Return the descriptor of a file without a name that has `size` zero bytes."""
     descriptor, path = tempfile.mkstemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
     os.unlink(path)
     os.truncate(descriptor, size)

@@ -115,7 +115,7 @@ def _streams(fields: Mapping[str, str]) -> bool:
 async def _work(
     serving: Serving, file: bytes, task: str, fields: Mapping[str, str], *, timestamps: bool
 ) -> Transcribing:
-    """Read the file in a thread. Raises ApiError 400."""
+    """Read the audio file in a thread, and return the work of its transcription. Raises ApiError 400."""
     speech = serving.engine.features.speech
     try:
         temperature = float(fields["temperature"]) if fields.get("temperature") else None

@@ -1,6 +1,6 @@
-"""Lists the tiles to measure for each kernel: all that may be fastest, or the few that probably are.
+"""List the tiles to measure for each kernel: all tiles that may be fastest, or the few that are likely to be.
 
-The few are those most like the tiles that were fastest for near shapes, on this card or on other measured ones.
+The few are most similar to the tiles that were fastest for similar shapes, on this or another measured card.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def all_candidates(num_sms: int) -> Candidates:
 def few_candidates(profiles: Sequence[DeviceProfile], num_sms: int) -> Candidates:
     """Return the candidates of a quick search: for each case, at most FEW of all candidates.
 
-    profiles: measurements whose fastest tiles show which candidates are likely to be fast. The small-batch kernels'
-    candidates also have the tiles that run without a profile, so no result is slower than these.
+    profiles: measurements whose fastest tiles show which candidates are likely to be fast. The candidates of the
+    small-batch kernels include the tiles that run without a profile, so no result is slower than those tiles.
     """
     every = all_candidates(num_sms)
 
@@ -68,7 +68,7 @@ class Fastest(Generic[AnyTiles]):
 
 
 def likely(case: LinearCase, tiles: Sequence[AnyTiles], measured: Iterator[Fastest[AnyTiles]]) -> list[AnyTiles]:
-    """Return at most FEW of the tiles, the ones nearest to any that were fastest first.
+    """Return at most FEW of the tiles, sorted by their distance to the nearest tiles that were measured as fastest.
 
     The distance is the number of fields that differ, plus the binary logarithms of the ratios of rows and of columns:
     tiles of a weight twice as large count as much as tiles that differ in one field.

@@ -42,19 +42,15 @@ LISTS = ("linears", "hopper_linears", "hopper_products")
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """Profile of a device, see passes/framework/profile.py.
-
-    gains_us: by pass and number of tokens; each is the smallest gain over all measured models. noise_us: median of the
-    noise of all measured gains. measured: the cases that were measured, by the list of their kernel: those without an
-    entry in the list are faster with another kernel.
-    """
+    """The fastest tiles of linears and the gains of passes on a device, see passes/framework/profile.py."""
 
     device: str
-    gains_us: dict[str, dict[int, float]]
-    noise_us: float
+    gains_us: dict[str, dict[int, float]]  # by pass and number of tokens: the smallest gain over all measured models
+    noise_us: float  # median of the noise of all measured gains
     linears: tuple[TunedLinear, ...]
     hopper_linears: tuple[TunedLinear, ...] = ()
     hopper_products: tuple[TunedLinear, ...] = ()
+    # Names of LISTS with measured cases. A case that its list lacks is faster with another kernel.
     measured: frozenset[tuple[str, LinearKey]] = frozenset()
 
     def as_record(self) -> dict[str, Any]:
@@ -132,9 +128,10 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """The measurements so far. linears: by list of the profile, then by key."""
+    """The measurements so far, of which `profile` makes the device's profile."""
 
     device: str
+    # By name of the list in the profile, then by key.
     linears: dict[str, dict[LinearKey, TunedLinear]] = field(default_factory=lambda: {name: {} for name in LISTS})
     measured: set[tuple[str, LinearKey]] = field(default_factory=set)
     least_us: dict[str, dict[int, float]] = field(default_factory=dict)

@@ -48,7 +48,7 @@ Listed = Callable[[LinearCase], Sequence[HopperTiles]]
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """Return the linears that may use the kernel, at each number of tokens.
 
-    In small batches these are all linears, except the head for a single token. In larger batches only gated linears.
+    In small batches these are all linears, except the head for a single token; in larger batches, gated linears only.
     """
     return [
         case
@@ -117,7 +117,7 @@ def _kernel(tiles: HopperTiles) -> Linear:
 
 
 def _tiles(case: LinearCase, known: Mapping[LinearKey, Tiles]) -> Tiles:
-    """Return the small-batch kernel's tiles for a case: tuned tiles if they are known, otherwise choose_tiles'."""
+    """Return the small-batch kernel's tiles for a case: tuned tiles if known, otherwise those of choose_tiles."""
     bucket = next(tokens for tokens in small_batch_linear_op.TOKEN_BUCKETS if case.num_tokens <= tokens)
     shape = case.num_rows, case.k, case.silu_mul
     return known.get((bucket, *shape)) or choose_tiles(case.num_tokens, *shape, torch.bfloat16)

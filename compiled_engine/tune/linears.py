@@ -46,12 +46,12 @@ AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
 
 
 def key(case: LinearCase) -> LinearKey:
-    """Return the key of a case in a profile."""
+    """Return the key under which a profile has the tiles of a case: tokens, rows, columns, and whether it is gated."""
     return case.num_tokens, case.num_rows, case.k, case.silu_mul
 
 
 class Smallest(NamedTuple):
-    """Fewest tokens at which tiles were measured, and the times per launch with that number of tokens."""
+    """The smallest number of tokens with which tiles were measured, and the times per launch with that number."""
 
     num_tokens: int
     microseconds: float
@@ -60,7 +60,7 @@ class Smallest(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedLinear:
-    """Fastest tiles of a case, with times per launch."""
+    """The fastest tiles of a linear, with times per launch."""
 
     case: LinearCase
     tiles: Tiles | HopperTiles | ProductTiles
@@ -71,7 +71,7 @@ class TunedLinear:
 
 
 class Outcome(NamedTuple):
-    """A case that was measured, with its fastest tiles; None if another kernel serves it."""
+    """A measured case, with its fastest tiles; None if another kernel is faster or no tiles are correct."""
 
     case: LinearCase
     tuned: TunedLinear | None

@@ -50,11 +50,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds that a step of `tokens` tokens takes longer without a pass; noise: the range of repeats with it."""
+    """The time that a pass saves in a step of `tokens` tokens."""
 
     tokens: int
-    gain_us: float
-    noise_us: float
+    gain_us: float  # microseconds that the step takes longer without the pass
+    noise_us: float  # range of the repeats with the pass
 
 
 def variants(passes: Sequence[str]) -> list[Variant]:
@@ -64,7 +64,7 @@ def variants(passes: Sequence[str]) -> list[Variant]:
 
 
 def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[Variant]:
-    """Return the first variant, and the variants whose plan differs from the first one's."""
+    """Return the first variant, and the variants whose compiled graph (plan) differs from the first variant's."""
     whole = plans[chosen[0]]
     return [variant for variant in chosen if variant is chosen[0] or plans[variant] != whole]
 
@@ -75,9 +75,9 @@ def measure(
 ) -> dict[str, list[Gain]]:
     """Measure the gains of each pass and return them by the pass's name.
 
-    There is one gain per token count at which the pass changes the plan: the difference of the median times without and
-    with the pass, whose repeats are interleaved. In compile ranges for small batches, a step consists of num_tokens
-    decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
+    There is one gain per token count at which the pass changes the compiled graph: the difference of the median times
+    without and with the pass, whose repeats are interleaved. In compile ranges for small batches, a step consists of
+    num_tokens decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)

@@ -51,7 +51,7 @@ Listed = Callable[[LinearCase], Sequence[ProductTiles]]
 
 
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Return the gated linears at each bucket of tokens; MANY stands for batches beyond the last bucket."""
+    """Return a case for each linear of gate and up and each range of token counts; MANY is beyond the last range."""
     return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
@@ -80,7 +80,7 @@ def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
 
 
 def ends_of(case: LinearCase) -> tuple[int, int]:
-    """Return the fewest and the most tokens measured for the case's bucket."""
+    """Return the fewest and the most tokens that are measured for the case's range of token counts."""
     first = (FEW, *TOKEN_BUCKETS)[(*TOKEN_BUCKETS, MANY).index(case.num_tokens)] + 1
     return first, TOKENS_OF_MANY if case.num_tokens == MANY else case.num_tokens
 

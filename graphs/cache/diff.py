@@ -22,7 +22,7 @@ class Difference:
     theirs: Any
 
     def in_words(self, here: str, there: str) -> str:
-        """Return the difference as text: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`.
+        """Return the difference as text, such as `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`.
 
         here, there: the phrases that follow the values `ours` and `theirs`, such as `here` and `in entry ab12`.
         """

@@ -177,7 +177,7 @@ def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
 
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
-    """Return the settings that shape compiled code.
+    """Return the settings of torch's compilers, and of the engine, that shape compiled code, by name.
 
     These are the settings of torch's compilers that differ from their defaults, the engine's own, torch's global ones,
     and the environment variables that torch's compilers and, on a GPU, Triton read.
@@ -217,10 +217,10 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a JSON value for a value, the same in every process.
+    """Return a JSON value that stands for `value`, such as a compiler's setting, and is the same in every process.
 
-    Sets become sorted lists. A function or other object becomes its qualified name (an object that of its class),
-    followed by the result of its method `uuid`, if it has one.
+    Sets become sorted lists. A function becomes its qualified name, any other object that of its class, followed by the
+    result of its method `uuid`, if it has one.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -19,7 +19,7 @@ PASSES_OF_RANKS = frozenset({"all_reduce_residual_rms_norm", "sequence_parallel"
 
 
 def short(key: str) -> str:
-    """Return the first 12 digits of a key, for display."""
+    """Return the first 12 digits of a cache entry's key, for display."""
     return key[:12]
 
 

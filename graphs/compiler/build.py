@@ -95,7 +95,7 @@ class EntryBuilder:
     def compile_callable(
         self, name: str, module: nn.Module, signature: Signature, whole: TracedGraph | None = None
     ) -> None:
-        """Trace a callable; for each of its ranges run the passes, split the graph, and write the plan.
+        """Trace a callable of the model; for each of its ranges run the passes, split the graph, and write the plan.
 
         The pieces are collected for `finish`. module: the model with one rank's shapes, from `without_storage`. whole:
         the trace of the undivided model, from `trace_whole`.
@@ -241,7 +241,7 @@ def fuse(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Run the passes on a copy of the graph for one range. Returns the graph and the reports; no op is decomposed.
 
-    For direct callables, only `structure_passes` and the pass for adapters run. whole: result of `trace_whole`.
+    No pass fuses ops in direct callables, see `fusion_passes`. whole: result of `trace_whole`.
     """
     module = traced.for_range(compile_range)
     own = traced.signature
@@ -272,11 +272,11 @@ def fuse(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """Return the passes that run after `structure_passes`, in order, and the names of the enabled ones.
 
-    These are the registered passes, or none for direct callables. In callables with adapters, the pass for adapters is
-    inserted after merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear
-    and its activation. rope_angles is disabled if the angles have positions in three dimensions. quantise_activations
-    gets the model's quantisation rules. In batch-invariant engines invariant_linear comes last, also in direct
-    callables, and takes the place of gated_linear and quantise_activations.
+    These are the registered passes, or none in direct callables, which run op by op. In callables with adapters, the
+    pass for adapters is inserted after merge_linears and always enabled, and gated_linear is disabled, since adapters
+    come between a linear and its activation. rope_angles is disabled if the angles have positions in three dimensions.
+    quantise_activations gets the model's quantisation rules. In batch-invariant engines invariant_linear comes last,
+    also in direct callables, and takes the place of gated_linear and quantise_activations.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))

@@ -82,7 +82,8 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
     """Return the record of a piece that a worker has compiled, or its key if this process has to compile it.
 
-    answer: the worker's, see compile_worker; None if the worker died. Raises CompileError if the compilation failed.
+    answer: the worker's answer, see compile_worker; None if the worker died. Raises CompileError if the compilation
+    failed.
     """
     if answer is None:
         log.warning("piece %s is compiled in this process", key)

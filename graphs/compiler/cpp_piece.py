@@ -40,7 +40,7 @@ class CppPiece:
 
 
 def piece_folder(entry: Path, key: str) -> Path:
-    """Return the folder in an entry where a piece is stored that runs without Inductor. It need not exist."""
+    """Return the folder that a cache entry has for the piece `key` if the piece runs without Inductor."""
     return entry / "cpp" / key
 
 
@@ -123,7 +123,7 @@ def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
 def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
     """Return the number of a function's parameters, and the number of its results.
 
-    The latter is -1 unless the function has a single return, at its end, of a tuple.
+    The number of results is -1 unless the function has a single return, at its end, of a tuple.
     """
     returns = [node for node in ast.walk(piece) if isinstance(node, ast.Return)]
     match returns:

@@ -19,7 +19,10 @@ _GETITEM = "operator.getitem"
 
 
 def is_direct(text: str) -> bool:
-    """Return whether a piece is direct. text: the piece's JSON."""
+    """Return whether a piece is direct: Inductor could fuse nothing in it, so Python calls its ops one by one.
+
+    text: the piece's JSON.
+    """
     nodes = json.loads(text)["nodes"]
     others = [node for node in nodes if not _needs_no_compiler(node[0])]
     return len(others) <= 1 and all(_is_scaled_embedding(node, nodes) or _is_lone(node[0]) for node in others)
@@ -70,7 +73,7 @@ def direct_source(text: str) -> str:
 
 
 def load_direct(source: str, device_type: str) -> Callable[..., Any]:
-    """Return the function `piece` of the source from `direct_source`, for inputs on a device type.
+    """Return the function `piece` that the source from `direct_source` defines, for inputs on a device type.
 
     Where an op's declaration allows it, the function calls the op's implementation past torch's dispatcher, which would
     take more time on the host than the implementation.
@@ -97,7 +100,7 @@ def op_named(function: str) -> torch._ops.OpOverload:
 
 
 def _read(node: list[Any]) -> list[int]:
-    """Return the numbers of the nodes whose values a node reads. node: from a piece's JSON."""
+    """Return the numbers of the nodes whose values `node`, a node in a piece's JSON, reads."""
     found: list[int] = []
     pending = list(node[1:]) if node[0] != "input" else []
     while pending:

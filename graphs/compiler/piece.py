@@ -106,7 +106,7 @@ def piece_from_json(text: str) -> tuple[fx.GraphModule, list[Any], ShapeEnv]:
 
 
 class _Symbols:
-    """Describes values for a piece's JSON.
+    """Describes values, such as tensors and sizes, for a piece's JSON.
 
     Symbolic sizes are named n0, n1, ... by first appearance, and their ranges are recorded.
     """

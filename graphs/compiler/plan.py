@@ -18,7 +18,7 @@ Input = Source | Parameter
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A call in a plan, of a piece or of a splitting op."""
+    """A call in a plan: of a piece, which is a compiled subgraph, or of a splitting op, such as attention."""
 
     piece: str | None  # key of the piece, or None
     op: str | None  # name of the splitting op, or None
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The descriptions of the plan's inputs that are parameters, including packed and computed ones."""
+        """The descriptions of the parameters among the plan's inputs, including packed and computed parameters."""
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def read_input(item: dict[str, Any]) -> Input:
 
 
 def distinct_calls(plan: Plan) -> Plan:
-    """Return a shorter plan, for warming up, that keeps only the first of several like calls.
+    """Return a shorter plan, for warming up, that keeps only the first of calls that are alike.
 
     It loads all kernels of the whole plan, and allocates tensors of the same sizes, in less time, but computes
     something else. Calls are alike if they call the same piece, or the same op with equal constants on results of the

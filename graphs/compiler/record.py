@@ -64,7 +64,7 @@ class PieceRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """Facts about a compilation that the inspector shows; the content of record.json."""
+    """The facts about a compilation that only the inspector shows, as stored in record.json."""
 
     phases: tuple[Span, ...]  # start times count from the beginning of the build
     modules: ModuleRecord  # root of the model's module tree

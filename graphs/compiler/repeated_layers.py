@@ -70,10 +70,10 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
 
 
 def _hands_on_to_the_next_alone(segments: Segments, missing: set[LayerClass], layers: TracedLayers) -> bool:
-    """Return whether each layer's results are read by the layer itself and the next one alone.
+    """Return whether only the layer itself and the next layer read a layer's results, for each layer.
 
-    Between layers of which no copy is made, any results may be read: a vision tower's result contains those of some of
-    its layers.
+    Layers of classes without copies may read any results of each other: a vision tower's result contains those of some
+    of its layers.
     """
     single = {node for number, own in segments.items() if layers.classes[number] not in missing for node in own}
     return all(

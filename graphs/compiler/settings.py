@@ -10,7 +10,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 
 def settings_of(compiler: str) -> Any:
-    """Return the settings module of a compiler: "inductor", "functorch" or "dynamo".
+    """Return the settings module of one of torch's compilers: "inductor", "functorch" or "dynamo".
 
     Returns None if the compiler is not imported; its settings then have their defaults. It is not imported here, since
     this takes seconds and a warm start needs no compiler.

@@ -71,14 +71,14 @@ class Signature:
     adapted: bool = False  # with the pass that adds the requests' adapters
     images: ImagesConfig | None = None  # set if the embeddings of images are merged
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned after the results
-    # Arguments that the trace has besides, and whether the graph is cut to the part that depends on them alone, or to
-    # the other one. Of the arguments, the callable has those of its part.
+    # Further arguments of the trace. The graph is cut in two: with `hoists`, the callable is the part that depends on
+    # these arguments alone, otherwise the other part. It takes only the arguments of its part.
     hoisted: tuple[str, ...] = ()
     hoists: bool = False
 
     @property
     def called_with(self) -> tuple[str, ...]:
-        """The names of the arguments that the compiled callable takes, without the step tensors that passes read."""
+        """The names of the arguments that the compiled callable takes, without the inputs that passes have added."""
         if self.hoists:
             return self.hoisted
         return tuple(name for name in self.arguments if name not in self.hoisted)
@@ -89,7 +89,7 @@ class Signature:
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
-        """Return the names of the results that the callable returns in a compile range."""
+        """Return the names of the callable's results in a compile range, such as hidden states or logits."""
         return (compile_range.small and self.small_returns) or self.returns
 
     def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
@@ -155,7 +155,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that not every model has: those that this model reads, and those that passes read."""
+    """Return the inputs of the forward that only some engines have: inputs of the model, and of its passes."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     images: tuple[StepTensor, ...] = ()
     if config.images is not None:
@@ -275,7 +275,7 @@ def logits_signature(config: EngineConfig) -> Signature:
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
     """Return the signature of a draft head's `combine`.
 
-    It computes the head's input features from the hidden states that enter some of the target model's layers,
+    `combine` computes the head's input features from the hidden states that enter some of the target model's layers,
     concatenated in the last dimension.
     """
     return Signature(

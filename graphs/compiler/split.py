@@ -24,7 +24,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a piece or of a splitting op: either `piece` or `op` is set, the other is None."""
+    """A call of a piece, a subgraph that is compiled by itself, or of a splitting op; `piece` or `op` is None."""
 
     piece: fx.GraphModule | None
     op: str | None
@@ -131,7 +131,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
-    """Return the call of these nodes. sizes: the graph's inputs that are sizes, by symbol.
+    """Return the call of a piece that consists of these nodes. sizes: the graph's inputs that are sizes, by symbol.
 
     A symbol that occurs in the shapes of the piece's inputs only within expressions, such as a multiple of it, becomes
     an input too: Inductor solves no equations for sizes.
@@ -160,7 +160,7 @@ def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
 
 
 def _hidden_symbols(inputs: Sequence[fx.Node]) -> list[sympy.Symbol]:
-    """Return the symbols that occur in the sizes of inputs only within expressions, never as a size."""
+    """Return the symbols that occur in the sizes of inputs only within expressions, such as 4 * n, never alone."""
     values = [node.meta["val"] for node in inputs]
     found = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
     expressions = [size.node.expr for size in found if isinstance(size, torch.SymInt)]

@@ -21,7 +21,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Border:
-    """The values that one stage sends to the next, in order. A value is [T, *row_shape], with T tokens."""
+    """The values that one pipeline stage sends to the next, in order. A value is [T, *row_shape], with T tokens."""
 
     values: tuple[Carried, ...]
 
@@ -58,7 +58,7 @@ def _row_bytes(value: Carried) -> int:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of a pipeline stage, and the values that the stage receives and sends."""
+    """The calls that a pipeline stage makes (a plan), and the values that the stage receives and sends."""
 
     plan: Plan
     received: Border | None = None  # None for the first stage

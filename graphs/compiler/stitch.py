@@ -45,7 +45,7 @@ def stitch(
 
 
 def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
-    """Return the function to call for a splitting op. If `on_attention` is given, it is called in attention's place."""
+    """Return the function to call for a splitting op; for attention, a function that calls `on_attention` if given."""
     if on_attention is None or not op.attends:
         return op.function
     attention = attend if op.around else op.function

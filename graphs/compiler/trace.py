@@ -122,7 +122,7 @@ def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verif
 
 
 def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
-    """Add a placeholder for each step tensor that passes read. Its symbolic sizes are those of the traced inputs."""
+    """Add a placeholder for each input that passes add to the forward. Its symbolic sizes are those of other inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {

@@ -78,7 +78,7 @@ class TracedLayers:
         return [number for number in self.numbers if self.classes[number] == layer_class]
 
     def layer_of(self, node: fx.Node) -> int | None:
-        """Return the number of the layer whose parameter or KV cache a placeholder is; None for any other node."""
+        """Return the number of the layer that has a placeholder's parameter or KV cache; None for other nodes."""
         if node.op != "placeholder" or source_of(node).kind == "size":
             return None
         found = self._numbered(source_of(node).name)
@@ -117,7 +117,7 @@ class _Identity(nn.Module):
 
 
 def traced_layers(model: nn.Module) -> tuple[TracedLayers, ...]:
-    """Return the layers to trace of each stack of which some need not be traced.
+    """Return, for each stack with layers that need not be traced, which layers are traced.
 
     Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
     a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed
@@ -156,7 +156,7 @@ def _of_stack(
     in_tuple: bool = False,
     has_caches: bool = True,
 ) -> TracedLayers | None:
-    """Return the layers of a stack to trace; None if all of them must be. For the arguments see `_kinds`."""
+    """Return which layers of a stack are traced; None if all of them must be. For the arguments see `_kinds`."""
     if _shares(stack):
         return None
     kinds = _kinds(stack[: len(signatures)], signatures, beside)
@@ -168,8 +168,8 @@ def _of_stack(
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
     """Return for each layer its kind: the number of the first layer that equals it.
 
-    signatures: of each layer; equal layers have equal ones. beside: names of attributes in which equal layers may
-    differ.
+    signatures: a value for each layer; layers with different values are not equal. beside: names of attributes in
+    which equal layers may differ.
     """
     kinds: list[int] = []
     for number, layer in enumerate(stack):
@@ -208,7 +208,7 @@ def _shares(stack: nn.ModuleList) -> bool:
 
 
 def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
-    """Return whether two modules have the same class, attributes and parameter shapes, and like children.
+    """Return whether two modules have the same class, attributes and parameter shapes, and so do their children.
 
     beside: names of attributes that may differ.
     """

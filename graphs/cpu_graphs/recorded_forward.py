@@ -36,7 +36,7 @@ class RecordedForward:
 
     There is a recording for each combination of batch size, number of threads and addresses of the inputs, made when
     the combination occurs for the second time. If the forward cannot be recorded, all batches call it. The result of a
-    call is valid until the next call of any forward that uses the same arena.
+    call is valid until the next call of any forward that allocates from the same Arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -82,7 +82,7 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
-    """Return the forwards with those for small compile ranges wrapped in `RecordedForward`.
+    """Return the forwards, in which each forward for a small compile range is wrapped in `RecordedForward`.
 
     A forward with pieces that Inductor compiled stays unwrapped, since their kernel calls cannot be recorded; a warning
     is logged.

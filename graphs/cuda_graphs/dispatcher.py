@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class GraphKind(Enum):
-    """Which part of a forward is captured. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
+    """The part of a forward that is captured.
+
+    Unless it is FULL, attention runs between graphs, on the unpadded batch.
+    """
 
     FULL = "full"  # the whole forward, attention included
     PIECEWISE = "piecewise"  # the compiled pieces between attention ops
@@ -72,17 +75,17 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """Declares a number that launches depend on besides the batch's shape.
+    """Declares a number besides the batch's shape on which the launches of a captured graph depend.
 
     The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
-    with the value 0 uses the graphs without the field.
+    with the number 0 uses the graphs without the field.
     """
 
     name: str
     sizes: tuple[int, ...]
 
     def size_for(self, value: int) -> int | None:
-        """Return the smallest size of at least `value`; 0 for 0, None if `value` exceeds all sizes."""
+        """Return the smallest of `sizes` that is at least `value`; 0 for 0, None if `value` exceeds all sizes."""
         return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 
@@ -130,7 +133,7 @@ class Dispatcher:
         rare: Sequence[int] = (),
         token_sizes: Sequence[int] | None = None,
     ):
-        """Build the tables.
+        """Build the tables from batch shapes to graphs.
 
         fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes.
         query_lens: query tokens per decoding request for which there are graphs, besides 1. rare: those query_lens for

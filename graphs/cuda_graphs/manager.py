@@ -188,7 +188,7 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """Yield the keys of a family to capture for a prediction: the two largest, then evenly spaced ones.
+    """Yield the keys to capture for a prediction, of a family of keys: the two largest, then evenly spaced ones.
 
     The largest graphs determine the size of the memory pool; the second largest may not fit into the memory of the
     largest.

@@ -31,7 +31,7 @@ PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
 class MemoryReading(NamedTuple):
-    """Device memory in use, in bytes."""
+    """The device memory in use when it was read, in bytes."""
 
     pool: int  # reserved by torch; holds the outputs of captured kernels
     driver: int  # everything else; a graph takes some for each node
@@ -42,7 +42,7 @@ class MemoryReading(NamedTuple):
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family of graphs has enough readings for a prediction.
+    """Return whether a family, graphs that differ only in size, was captured often enough to predict its memory.
 
     readings: the increase of memory in each capture so far.
     """

@@ -112,7 +112,7 @@ class Repeat(Generic[T]):
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
     """Return a sequence as a list of repetitions: A B B B becomes A once and B three times.
 
-    The repeated part has up to `longest` items. From the start on, the repetition that covers the most items is taken.
+    The repeated part has up to `longest` items. At each point the repetition that covers the most items is taken.
     """
     folded: list[Repeat[T]] = []
     start = 0
@@ -135,7 +135,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the page's time chart, for one span. left, width: in percent of the whole time."""
+    """A bar of the page's time chart, for one timed stage. left, width: in percent of the whole time."""
 
     name: str
     depth: int
@@ -193,7 +193,10 @@ def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -> list[Bar]:
-    """Return the spans as bars on one time scale, ordered by start. A bar's `depth` is the number of its ancestors."""
+    """Return the timed stages as bars on one time scale, ordered by start.
+
+    A bar's `depth` is the number of stages that contain its stage.
+    """
     if not spans:
         return []
     first = min(span["start_s"] for span in spans)

@@ -88,7 +88,7 @@ def _sources(tree: ast.Module) -> dict[str, ast.Call]:
 
 
 def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, str] | None:
-    """Return (name, kind) of the kernel that a call of `function` launches; None if it launches none."""
+    """Return (name, kind) of the kernel that a call of `function` launches in a piece's code; None for no launch."""
     path = _path(function)
     if path and path[0] in sources and path[1:] in ([], ["run"]):
         return path[0], _LANGUAGES[_path(sources[path[0]].func)[-1]]

@@ -15,9 +15,9 @@ ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Return, for each tensor of the model by name, the (range, piece key) of every step that takes it.
+    """Return, for each tensor of the model by name, the (range, piece key) of every call of a piece that takes it.
 
-    A step that takes a packed parameter takes all tensors that are packed in it.
+    A call that takes a packed parameter takes all tensors that are packed in it.
     """
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:

@@ -39,7 +39,7 @@ LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matri
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor's entry in the safetensors header."""
+    """The entry of one tensor in a safetensors file's header."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of an adapter's two files."""
+    """The contents of the two files of a LoRA adapter."""
 
     fields: JsonFields
     tensors: Mapping[str, StoredTensor]
@@ -77,7 +77,7 @@ def read_adapter_files(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> AdapterFiles:
-    """Read an adapter's two files.
+    """Read the two files of a LoRA adapter.
 
     values: keep the tensors' bytes. within: folders that must contain the files after links are resolved; empty allows
     any. digest: required digest of the files. most_bytes: limit for the weights file.

@@ -39,7 +39,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class LowRank:
-    """Low-rank change scale * B A of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
+    """A low-rank change, scale * B A, of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
 
     a_RK: torch.Tensor
     b_NR: torch.Tensor
@@ -54,7 +54,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Content of an adapter's folder.
+    """The content of a LoRA adapter's folder.
 
     Modules are named as in the adapter's files, without PEFT's prefix. `match_modules` gives the base model's names.
     """
@@ -76,7 +76,7 @@ class Adapter:
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Whether the adapter changes an output projection or embedding, so that tied ones become different."""
+        """Whether the adapter changes an output projection or embedding, so that tied weights become different."""
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -196,7 +196,7 @@ class _Scales:
         self._rslora, self._dora = fields.boolean("use_rslora", False), fields.boolean("use_dora", False)
 
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
-        """Return a module's scale.
+        """Return the factor by which a module's change B A is multiplied.
 
         place: the folder and the module, for errors. has_magnitude: whether the module has DoRA's magnitude vector.
         Raises ValueError if the rank or has_magnitude contradicts the config.
@@ -236,8 +236,10 @@ def _low_rank(
 
 
 def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
-    """Raise ValueError unless the whole tensors match modules_to_save. Embeddings and output projections may be present
-    unlisted: PEFT saves them when tokens were added."""
+    """Raise ValueError unless modules_to_save lists the modules of the tensors `whole`, which replace the base model's.
+
+    Embeddings and output projections need not be listed: PEFT saves them when tokens were added.
+    """
     listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
     left = set(listed)
     for name in whole:

@@ -41,9 +41,10 @@ def build_model(config: ModelConfig) -> Any:
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
-    """Build the model for use with compiled code: transformers models are Skeletons of their tensors.
+    """Build the model for use with compiled code, which needs its tensors alone.
 
-    Vision towers keep their code. cache_dir: see `find_description`.
+    A model with transformers' code becomes a Skeleton, without code; vision towers keep their code. cache_dir: see
+    `find_description`.
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)

@@ -155,8 +155,9 @@ def read_model_config(
 def _foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
 ) -> tuple[ModelConfig, str]:
-    """Return the result of foreign_model. If transformers does not know the architecture, the error also names the
-    architectures of the textbook.
+    """Return the configuration of a model with transformers' code, and the source of its max_model_len.
+
+    If transformers does not know the architecture, the error also names the architectures that have textbook code.
     """
     try:
         return foreign_model(fields, path, dtype, cache_dir, names)
@@ -219,7 +220,7 @@ def _known_to_the_textbook(name: str) -> str:
 def _auto_dtype(
     fields: JsonFields, path: Path, load_format: str, device_type: str, hub_name: str | None
 ) -> tuple[str, str]:
-    """Choose a dtype; returns its name and the reason."""
+    """Choose the dtype of a model for which the user gives none. Returns its name and the reason."""
     if device_type == "cpu":
         return "float32", "CPUs compute float32 fastest, and it holds every checkpoint exactly"
     name = "dtype" if "dtype" in fields else "torch_dtype"

@@ -11,7 +11,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 @dataclass(frozen=True)
 class Biases:
-    """Projections that have a bias."""
+    """Says which of a layer's projections have a bias."""
 
     qkv: bool = False  # q, k and v
     attention_out: bool = False  # o
@@ -69,7 +69,7 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
 
 
 def _qwen_moe_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the same window for all layers."""
+    """Return the window of each layer, the same for all; None for full attention."""
     in_use = fields.boolean("use_sliding_window", False)
     return (fields.nullable_integer("sliding_window", absent=4096) if in_use else None,) * num_layers
 
@@ -106,7 +106,7 @@ def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[in
 
 
 def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
-    """Return the sizes of the experts, and the dense layers.
+    """Return the configuration of the experts, with the layers that have a dense MLP instead.
 
     A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it.
     """

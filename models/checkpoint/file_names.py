@@ -13,5 +13,5 @@ def pickle_names(folder: Path) -> list[str]:
 
 
 def name_some(names: list[str], most: int = 10) -> str:
-    """Join the first `most` names with commas. If there are more names, the number of all names follows."""
+    """Join the first `most` names with commas. If there are more names, their total number follows."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

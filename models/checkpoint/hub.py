@@ -75,7 +75,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Folder of one commit in the cache."""
+    """The folder of one commit of a repository in huggingface_hub's cache."""
 
     path: Path
     origin: str  # source of the files, in words
@@ -193,7 +193,7 @@ def _cached(repository: Repository, file: str) -> Path | None:
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """Describe what the cache lacks of the config and, if required, of the weights; "" if nothing."""
+    """Describe what the cache lacks of a repository's config and, if required, of the weights; "" if nothing."""
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""
@@ -304,7 +304,7 @@ def _report_to(advance: Advance) -> type[tqdm]:
 
 
 def _named(repository: Repository) -> str:
-    """Return the beginning of an error message: the option and the repository."""
+    """Return the beginning of an error message: the option that names the repository, and the name."""
     return f"{repository.field} is {repository.name!r} on {constants.ENDPOINT}"
 
 

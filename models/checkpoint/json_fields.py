@@ -32,7 +32,7 @@ def is_lfs_text(first: bytes) -> bool:
 
 
 def describe_lfs_pointer(path: Path) -> str:
-    """Return the error message for a pointer file."""
+    """Return the error message for a file that is only a Git LFS pointer."""
     return (
         f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file anew"
     )
@@ -73,7 +73,7 @@ class JsonFields:
         return cls(str(path), values)
 
     def replaced(self, **values: Any) -> JsonFields:
-        """Return a copy with other values for these names."""
+        """Return a copy in which the fields named by the keywords have these values."""
         return JsonFields(self.source, self.values | values)
 
     def __contains__(self, name: str) -> bool:
@@ -100,33 +100,33 @@ class JsonFields:
             self.require(name, self.values.get(name) in (None, value), f"{shown}{instead}")
 
     def one_of(self, name: str, allowed: Collection[str], default: str | None = None, *, instead: str = "") -> str:
-        """Return a string that must be one of `allowed`. instead: the alternative, for the error."""
+        """Return the field's string, which must be one of `allowed`. instead: the alternative, for the error."""
         value = self.text(name, default)
         self.require(name, value in allowed, f"one of {', '.join(allowed)}{instead}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+        """Return the field's value, which must be a whole number of at least 1."""
         value = self._value(name, default)
         if type(value) is not int or value < 1:
             raise self.error(name, "a whole number of at least 1")
         return value
 
     def nullable_integer(self, name: str, absent: int | None) -> int | None:
-        """Return a whole number of at least 1, None for null, or `absent` if the field is missing."""
+        """Return the field's whole number of at least 1, None if it is null, or `absent` if the field is missing."""
         if name not in self:
             return None if name in self.values else absent
         return self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+        """Return the field's value, which must be a finite number above 0."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "a number above 0")
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of at least one finite number above 0."""
+        """Return the field's list, which must hold finite numbers above 0, at least one."""
         value = self._value(name, None)
         are_numbers = isinstance(value, list) and value and all(type(each) in (int, float) for each in value)
         if not are_numbers or not all(math.isfinite(each) and each > 0 for each in value):
@@ -146,14 +146,14 @@ class JsonFields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of at least one string."""
+        """Return the field's list, which must hold strings, at least one."""
         value = self._value(name, None)
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self.error(name, "a list of strings")
         return value
 
     def section(self, name: str) -> JsonFields:
-        """Return the object in a field; an empty one if the field is missing or null."""
+        """Return the JSON object in the field; an empty one if the field is missing or null."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
@@ -167,7 +167,7 @@ class JsonFields:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Describe what a folder without config.json holds instead."""
+    """Describe the files that a folder without config.json holds instead; "" for files of an unknown kind."""
     if (folder / "adapter_config.json").exists():
         return "; the folder holds an adapter (adapter_config.json): merge it into its base model first"
     if any(folder.glob("*.gguf")):

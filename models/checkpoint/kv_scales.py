@@ -18,7 +18,7 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:([kv])_scale|([kv])_pro
 
 
 def find_kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[int, str], str]:
-    """Return the scales' tensor names by layer and kind, `k` or `v`."""
+    """Return the names of the tensors with scales of the KV cache, by layer and kind, `k` or `v`."""
     found = {}
     for name in tensors:
         if match := _NAME.match(name):

@@ -48,7 +48,7 @@ log = logging.getLogger("compiled_engine")
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy from the checkpoint: a view of a tensor, or whole encoded tensors, into a view of a parameter."""
+    """A copy to make while loading: of a view of a tensor, or of whole encoded tensors, into a view of a parameter."""
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
@@ -97,7 +97,7 @@ class CheckedWeights:
     kv_scales: Mapping[str, torch.Tensor]  # values of the KV scale parameters
 
     def copy(self, progress: Progress) -> None:
-        """Copy the tensors in place, and compute derived parameters. Addresses of parameters stay."""
+        """Copy the tensors into the parameters, whose addresses do not change, and compute derived parameters."""
         order = {name: place for place, name in enumerate(self.tensors)}
         with progress.stage("load weights", sum(map(len, self.parts.values()))) as advance:
             for batch in self.weights.batches():

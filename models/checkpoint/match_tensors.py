@@ -148,7 +148,7 @@ def _of_textbook(
 def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
-    """Return (read, twins): placements to read, and those of further copies of tied tensors.
+    """Return (read, twins): the placements to read, and the placements of further copies of tied tensors.
 
     Both are by the name of the model's tensor, for a tied tensor by the first of its names.
     """

@@ -51,7 +51,7 @@ def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 def _changed(
     adapter: Adapter, name: str, weight: torch.Tensor, low_rank: LowRank, dtype: torch.dtype, *, transposed: bool
 ) -> torch.Tensor:
-    """Return the merged weight. transposed: the weight is stored as [K, N]."""
+    """Return the weight called `name` with low_rank merged into it. transposed: the weight is stored as [K, N]."""
     if weight.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{adapter.path}: {name} is quantised ({weight.dtype}); allowed: a base model of full precision"

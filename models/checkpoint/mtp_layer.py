@@ -34,7 +34,7 @@ _ROWS_COMPARED = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A family's names of the modules of an MTP layer, and how the layer differs from the layers of the model."""
+    """The names that a model family gives the modules of its MTP layer, and how the layer differs from other layers."""
 
     embedding_norm: str
     hidden_norm: str
@@ -49,7 +49,7 @@ class Layout:
     spelling: tuple[str, str] = ("", "")
 
     def spelled(self, name: str) -> str:
-        """Return a tensor's name in the spelling in which each layer has a prefix."""
+        """Return a tensor's name in the spelling that begins with a prefix for each layer."""
         pattern, spelling = self.spelling
         return re.sub(pattern, spelling, name) if pattern else name
 
@@ -60,9 +60,10 @@ class Layout:
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
     def own_name(self, name: str) -> str | None:
-        """Return a tensor's name in the model with a single layer; None for a tensor that is not read.
+        """Return the name that a tensor of the layer has in the engine's model; None for a tensor that is not read.
 
-        Copies of the model's tensors, and further layers, are not read. name: without the layer's prefix.
+        That model has the layer as its only decoder layer. Copies of the main model's tensors, and further layers, are
+        not read. name: without the layer's prefix.
         """
         modules = {
             self.embedding_norm: f"{PROJECTION}.embedding_norm",

@@ -70,10 +70,10 @@ def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of codes or scales of experts in MXFP4.
+    """Return the placement of an expert weight's codes or scales in MXFP4.
 
-    In `tensors`, they are replaced by codes [E, N, K / 2] and scales [E, N, C]. Raises ValueError, with the name, for
-    scales that kernels do not decode.
+    The stored blocks and scales in `tensors` are replaced by codes [E, N, K / 2] and scales [E, N, C]. Raises
+    ValueError, with the name, for scales that kernels do not decode.
     """
     blocks, scales = of_weight.sources
     if leaf.role == CODES:

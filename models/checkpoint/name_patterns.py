@@ -23,7 +23,7 @@ class NamePatterns:
     """
 
     def __init__(self, fields: JsonFields, name: str) -> None:
-        """Compile the patterns of a field.
+        """Compile the patterns of the field `name`.
 
         Raises ValueError, with one line that names the pattern, if a pattern cannot be matched in linear time or its
         value is no number above 0.

@@ -28,7 +28,7 @@ SCHEME = LinearScheme(Rounding("e2m1", 1, 16), None)
 
 
 class _Names(NamedTuple):
-    """Names of a module's tensors."""
+    """The last parts of the names of an NVFP4 weight's tensors, and whether the whole weight's scale divides."""
 
     codes: str
     scales: str

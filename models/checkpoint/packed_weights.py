@@ -32,12 +32,12 @@ INTEGERS = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False
 # Bits of a word.
 WORD = 32
 _WHOLE_NUMBERS = torch.int32, torch.int64
-# Of AWQ: the column of a word's eight that each four bits hold, from the lowest on.
+# AWQ's order: which of a word's eight columns each four bits hold, from the lowest bits on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Names(NamedTuple):
-    """Names of a module's tensors in a layout."""
+    """The last parts of the names of a packed linear's tensors, in one layout."""
 
     words: str
     scales: str
@@ -57,7 +57,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The packed codes of one linear."""
+    """The packed codes of one linear, in the layout of its checkpoint."""
 
     words: torch.Tensor
     layout: str
@@ -143,16 +143,19 @@ class _Linear:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """The number of bits of a code."""
         return self.scheme.weight.format.bits
 
     @property
     def per_word(self) -> int:
-        """Codes in a word."""
+        """The number of codes in a word of 32 bits."""
         return WORD // self.bits
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this linear's tensors as `read_packed` does. Raises ValueError if they contradict each other."""
+        """Return this linear's tensors in the engine's layout, see `read_packed`.
+
+        Raises ValueError if they contradict each other.
+        """
         num_rows, num_columns = self._sizes()
         rounding, by_group = self.scheme.weight, self.layout != PACKED
         rows, groups = rounding.grid(num_rows, num_columns)
@@ -174,7 +177,10 @@ class _Linear:
         return PackedWeight(words, self.layout, self.scheme.weight, self._sizes()[1], self._columns())
 
     def _part(self, kind: str, shape: tuple[int, ...] | None = None, *dtypes: torch.dtype) -> torch.Tensor:
-        """Return the tensor `kind`. Raises ValueError if it is missing, or has another shape or dtype than given."""
+        """Return this linear's tensor whose name ends in `kind`.
+
+        Raises ValueError if it is missing, or has another shape or dtype than given.
+        """
         name, tensor = f"{self.module}.{kind}", self.parts[kind]
         if tensor is None:
             raise ValueError(f"{name} is missing")
@@ -185,7 +191,7 @@ class _Linear:
         return tensor
 
     def _sizes(self) -> tuple[int, int]:
-        """Return (N, K)."""
+        """Return the numbers of outputs and of inputs of the linear, (N, K)."""
         words = self._part(self.names.words, None, torch.int32)
         if words.dim() != 2:
             raise ValueError(f"{self.module}.{self.names.words} must have two dimensions, got {list(words.shape)}")
@@ -234,7 +240,10 @@ class _Linear:
         return zeros
 
     def _columns(self) -> torch.Tensor | None:
-        """Return the order of the columns, int32 [K], that makes those of a group neighbours; None if they are."""
+        """Return the order of the columns, int32 [K], in which the columns of a group follow each other.
+
+        Returns None if they do so in the checkpoint.
+        """
         kind, num_columns = self.names.groups, self._sizes()[1]
         if self.parts[kind] is None and not self.scheme.reordered:
             return None

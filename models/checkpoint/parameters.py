@@ -40,7 +40,7 @@ class InsufficientMemoryError(MemoryError):
 class Weights:
     """A rank's parameters, and their tensors by name, including members of packed parameters and buffers.
 
-    A tied tensor is listed under each of its names; `parameters` has only the first.
+    A tied tensor is in `tensors` under each of its names; `parameters` has it under the first name alone.
     """
 
     parameters: tuple[Parameter, ...]
@@ -51,7 +51,7 @@ class Weights:
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def filled(self) -> list[torch.Tensor]:
-        """Return the tensors that `batches` fills, each once, except buffers. They do not share memory."""
+        """Return the tensors into which weights are written, each once, except buffers. They do not share memory."""
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         return [self.tensors[name] for name, part in written.items() if _is_filled(part)]
 

@@ -119,10 +119,10 @@ def headless_name(architecture: str, convert: str) -> str:
 
 
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
-    """Return the fields of config.json and the options, changed for a classifier that names tokens.
+    """Return config.json's fields and the options for a classifier whose scores are logits of certain tokens.
 
-    Such a classifier has the field `classifier_from_token` and no other head. Unless `convert` is "embed", it becomes a
-    decoder whose logits of these tokens are the scores.
+    Such a classifier names the tokens in the field `classifier_from_token` and has no other head. Unless `convert` is
+    "embed", the result describes a decoder that pools. For other models both are returned unchanged.
     """
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
@@ -153,7 +153,7 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 def read_pooling(
     fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """Return the pooling of a pooling model.
+    """Return how a pooling model makes its result from hidden states.
 
     fields: config.json. reasons: gets the reasons for chosen values. causal: False for an encoder. Raises ValueError
     for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
@@ -301,7 +301,7 @@ def stated_length(path: Path) -> tuple[int, str] | None:
 
 
 def _transformer(path: Path) -> JsonFields:
-    """Return the configuration of the module Transformer; no fields without one."""
+    """Return the fields of the file that configures the module Transformer; no fields without such a file."""
     return next((fields for name in TRANSFORMERS if (fields := _json(path / name)).values), JsonFields(str(path), {}))
 
 
@@ -339,15 +339,17 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
 
 
 def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
-    """Raise ValueError for a module whose input or output is not the text's embedding. Without a pooling before it,
-    token embeddings are allowed too."""
+    """Raise ValueError for a module whose input or output is not the text's embedding.
+
+    pooled: a pooling comes before the module; otherwise token embeddings are allowed too.
+    """
     allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
     for name in ("module_input_name", "module_output_name"):
         fields.one_of(name, allowed, allowed[0])
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
-    """Return the kinds in the order of concatenation, and whether prompt tokens are pooled."""
+    """Return the kinds of pooling, in the order in which their results are joined, and whether prompt tokens count."""
     stated = fields.values.get("pooling_mode")
     if stated is None:
         stated = [kind for name, kind in OLD_FIELDS.items() if fields.values.get(name) is True]

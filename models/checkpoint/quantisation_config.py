@@ -137,7 +137,7 @@ def _modelopt(config: JsonFields) -> Quantisation:
 
 
 def _list(config: JsonFields, name: str) -> list[str]:
-    """Return a list of strings; the field may be empty, missing or null."""
+    """Return the field's list of strings, [] if the field is empty, missing or null."""
     return config.texts(name) if config.values.get(name) else []
 
 

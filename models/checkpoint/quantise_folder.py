@@ -219,7 +219,8 @@ def _experts(
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
     """Return targets that match all of `modules` and none of `quantised`.
 
-    These are the rules' own, EXPERTS if no expert is quantised although the rules allow it, and names.
+    The targets are those that the rules ignore, EXPERTS if no expert is quantised although the rules allow it, and the
+    names of the modules that neither matches.
     """
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
@@ -263,7 +264,7 @@ def _quantised(name: str, weight_NK: torch.Tensor, scheme: LinearScheme) -> dict
 
 
 def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advance) -> list[str]:
-    """Write one file, and return its tensor names."""
+    """Write one safetensors file with its linears quantised, and return the names of its tensors."""
     with safe_open(source, framework="pt") as file:
         described: dict[str, Described] = {}
         for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -288,7 +289,7 @@ def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advanc
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the other files, such as the tokenizer's, and the module folders of sentence-transformers."""
+    """Copy the files that hold no weights, such as the tokenizer's, and module folders of sentence-transformers."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and _MODULE_FOLDER.fullmatch(path.name):
             shutil.copytree(path, folder / path.name)

@@ -23,7 +23,7 @@ KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 @dataclass(frozen=True)
 class Stored:
-    """Names of the tensors that belong to a quantised weight, and its scheme according to the checkpoint."""
+    """The names of the tensors that are stored beside a quantised weight's codes, and the weight's scheme."""
 
     scales: str
     input_scale: str | None
@@ -33,19 +33,16 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """Names of the tensors that are stored with the codes.
-
-        The scales come first, then zero points, column order and input scale if they exist.
-        """
+        """The names of these tensors, as far as they exist: scales, zero points, column order, input scale."""
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 
 def find_stored(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None
 ) -> tuple[dict[str, Stored], dict[str, list[str]]]:
-    """Return the companions of each quantised tensor, by its name, and problems: kind -> names.
+    """Return the names of the tensors stored beside each quantised tensor, and problems: kind -> names.
 
-    The companions are scales, zero points, column order and input scale.
+    Beside the codes are scales and, depending on the scheme, zero points, column order and input scale.
     """
     found: dict[str, Stored] = {}
     kinds = ("missing", "of another shape", "of a value that is not allowed", "quantised against the rules")
@@ -93,7 +90,7 @@ def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
 
 
 def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation) -> tuple[str | None, str | None]:
-    """Return the names of the zero points and of the column order, each None if the scheme has none.
+    """Return the names of a module's zero points and of its column order, each None if the scheme has none.
 
     `read_packed` has checked the tensors.
     """

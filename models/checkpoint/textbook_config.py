@@ -90,7 +90,7 @@ def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
 
 
 def _soft_cap(fields: JsonFields, name: str, default: float) -> float:
-    """Return the cap: 0 if the field is null, the default if it is missing."""
+    """Return the soft cap in the field `name`: 0 if it is null, the default if it is missing."""
     return fields.number(name) if name in fields else 0.0 if name in fields.values else default
 
 

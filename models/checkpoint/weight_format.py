@@ -27,17 +27,12 @@ Read = Callable[
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of compressed-tensors, which modelopt's checkpoints may have too.
+    """A format in which checkpoints of compressed-tensors, and maybe of modelopt, store quantised weights."""
 
-    name: the `format` of compressed-tensors. scheme_of: reads a group of `config_groups`. holds: returns whether
-    weights of a scheme are written in this format. presets: schemes that `config_groups` may name. algorithms: schemes
-    that modelopt names in `quant_algo`. read: puts the checkpoint's tensors into the engine's layout, see
-    `read_weights`; None if they already are.
-    """
-
-    name: str
-    scheme_of: Callable[[JsonFields], LinearScheme]
-    holds: Callable[[LinearScheme], bool]
-    presets: Mapping[str, LinearScheme] = field(default_factory=dict)
-    algorithms: Mapping[str, LinearScheme] = field(default_factory=dict)
+    name: str  # the `format` of compressed-tensors
+    scheme_of: Callable[[JsonFields], LinearScheme]  # reads a group of `config_groups`
+    holds: Callable[[LinearScheme], bool]  # whether weights of a scheme are written in this format
+    presets: Mapping[str, LinearScheme] = field(default_factory=dict)  # names that `config_groups` may have
+    algorithms: Mapping[str, LinearScheme] = field(default_factory=dict)  # names in modelopt's `quant_algo`
+    # Puts the checkpoint's tensors into the engine's layout, see `read_weights`; None if they already are in it.
     read: Read | None = None

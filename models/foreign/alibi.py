@@ -27,13 +27,13 @@ _CHECKED = 4096  # positions for which biases must be linear
 
 
 class Alibi:
-    """Mixin for an attention module with as many key heads as query heads.
+    """Mixin for an attention module: adds ALiBi's biases of scores as further elements of queries and keys.
 
-    step: None until the model is adapted. queries_Hn: the further elements of queries, fp32.
+    There are as many key heads as query heads.
     """
 
-    step: Step | None
-    queries_Hn: torch.Tensor
+    step: Step | None  # None until the model is adapted
+    queries_Hn: torch.Tensor  # the further elements of queries, fp32
     alibi_scale: float  # of the scores
     head_dim: int
     least = 4  # elements that biases need
@@ -47,20 +47,20 @@ class Alibi:
         return torch.cat((query, of_queries), dim=-1), torch.cat((key, of_keys), dim=-1)
 
     def elements_of(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return the further elements of keys, [1 or H, T, n]: the two digits, repeated."""
+        """Return the further elements of keys, [1 or H, T, n]: the two digits of each position, repeated."""
         digits_T2 = torch.stack((positions_T // _BASE, positions_T % _BASE), dim=-1)
         count = self.queries_Hn.shape[1]
         return torch.cat((digits_T2,) * -(-count // 2), dim=-1)[..., :count].unsqueeze(0)
 
     def hold_slopes(self, num_heads: int) -> None:
-        """Register buffers without values, before the model is observed."""
+        """Register the buffers that `fill` later fills with the heads' slopes, on the meta device."""
         own: Any = self
         own.step = None
         count = self.least + -(self.head_dim + self.least) % _MULTIPLE
         own.register_buffer("queries_Hn", torch.empty(num_heads, count, device="meta"), persistent=False)
 
     def fill(self, slopes_H: torch.Tensor, dtype: torch.dtype) -> None:
-        """Give the buffers their values. dtype: that of queries."""
+        """Fill the buffers from the slope of each head's biases. dtype: that of queries."""
         scaled_H = slopes_H / self.alibi_scale
         first_H = scaled_H.to(dtype).float()
         second_H = (scaled_H - first_H).to(dtype).float()
@@ -69,7 +69,7 @@ class Alibi:
 
 
 class RoundedAlibi(Alibi):
-    """Mixin for an attention module whose biases are rounded to bfloat16 (Falcon's), and then scaled with the scores.
+    """Mixin like Alibi for Falcon, whose biases are rounded to bfloat16, and then scaled with the scores.
 
     A key has the rounded bias of each head as an element.
     """
@@ -93,7 +93,7 @@ class RoundedAlibi(Alibi):
 
 
 def fill_slopes(model: Any) -> None:
-    """Give the modules' buffers their values, on the CPU.
+    """Compute the slope of each head's biases, and fill the buffers of the model's Alibi modules, on the CPU.
 
     Raises UnsupportedModelError if the model's biases are not linear in positions.
     """

@@ -40,7 +40,7 @@ def length_angles(config: PreTrainedConfig) -> LengthAngles | None:
 
 
 def longest_text(config: PreTrainedConfig) -> int:
-    """Return the longest text that a model with such angles supports, in tokens."""
+    """Return the longest text, in tokens, that a model whose rotary angles depend on the length supports."""
     longest, rope = config.max_position_embeddings, config.rope_parameters
     return int(longest * rope["factor"]) if rope["rope_type"] == DYNAMIC else longest
 
@@ -48,8 +48,8 @@ def longest_text(config: PreTrainedConfig) -> int:
 def config_with_factors(kind: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' configuration of model type `kind`. Raises the errors of AutoConfig.
 
-    Phi-3's checks the number of LongRoPE's factors against hidden_size / num_attention_heads, which is no head's size
-    in a rank that has a part of the heads. There the factors are set after the check.
+    Phi-3's configuration checks the number of LongRoPE's factors against hidden_size / num_attention_heads. In a rank
+    with a part of the heads this is not the size of a head, so the factors are set after the check.
     """
     section = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(section) or {}
@@ -67,22 +67,20 @@ def config_with_factors(kind: str, values: Mapping[str, Any]) -> PreTrainedConfi
 
 
 class _Parts:
-    """The parts of a rotary module that transformers' forward reads."""
+    """The attributes of a rotary module that transformers' forward reads."""
 
     def __init__(self, inv_freq: torch.Tensor, attention_scaling: float) -> None:
         self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
 class RotaryByLength:
-    """Mixin for a rotary module. It has `inv_freq`, the frequencies of requests up to the border.
+    """Mixin for a rotary module: each token's frequencies depend on the length of its request."""
 
-    compute: transformers' forward, without the changes of frequencies. step: None until the model is adapted.
-    """
-
+    # transformers' forward, without its changes of frequencies
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     angles: LengthAngles
-    step: Step | None
-    inv_freq: torch.Tensor
+    step: Step | None  # None until the model is adapted
+    inv_freq: torch.Tensor  # the frequencies of requests up to the border, the length at which they change
     attention_scaling: float
     config: Any
 
@@ -93,7 +91,7 @@ class RotaryByLength:
         return self.compute(_Parts(frequencies, self.attention_scaling), x, position_ids)
 
     def frequencies(self, lengths_T: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [T, p] of tokens with angles of these lengths."""
+        """Return the frequencies [T, p] of T tokens whose angles are those of requests of these lengths."""
         raise NotImplementedError
 
 
@@ -131,7 +129,10 @@ def adapt_rotary_modules(model: nn.Module, angles: LengthAngles) -> None:
 
 
 def _takes_rows(compute: Callable[..., Any], num_pairs: int) -> bool:
-    """Return whether a rotary forward computes the same with frequencies by token as token by token."""
+    """Return whether a rotary forward can take a row of frequencies for each token.
+
+    It can if the result for several tokens equals the results for each token alone.
+    """
     rows_Tp, positions = torch.linspace(0.1, 1, 3 * num_pairs).view(3, num_pairs), torch.tensor([[4, 5, 6]])
     x = torch.zeros(1, 3, 1)
     try:

@@ -21,7 +21,10 @@ _BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part `taken` of a source, placed at `placed`; with `transposed`, the last two dimensions are swapped."""
+    """Part `taken` of a checkpoint's tensor, and its place `placed` in the result so far.
+
+    With `transposed`, the last two dimensions are swapped.
+    """
 
     source: str
     taken: tuple[Span, ...]
@@ -31,7 +34,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Value:
-    """An intermediate tensor of a conversion."""
+    """An intermediate tensor of a checkpoint's conversion, described by its shape and pieces."""
 
     shape: Shape
     pieces: tuple[_Piece, ...]
@@ -85,7 +88,10 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Return the placements for an Encoder, given its `model`. Tensors of heads that the model lacks are skipped."""
+    """Return the placements of a checkpoint's tensors (name -> shape) in an Encoder, given the Encoder's `model`.
+
+    Tensors of heads that the model lacks are skipped.
+    """
     plan = plan_weights(model, shapes)
     prefix = f"{model.base_model_prefix}."
     has_prefix = any(name.startswith(prefix) for name in shapes)
@@ -120,7 +126,7 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """Run a converter on its sources; returns its results by the full names of its targets."""
+    """Run one of transformers' weight converters on shapes. Returns its results by the full names of its targets."""
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }

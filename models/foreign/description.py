@@ -50,7 +50,7 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of a layer's attention; for soft_cap and sinks see attention.inputs.Scoring."""
+    """The number and size of a layer's heads, and what its attention needs besides; see attention.inputs.Scoring."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int

@@ -81,7 +81,7 @@ class Classifier(Encoder):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """The modules that run on pooled hidden states."""
+        """The modules of the classifier that run on pooled hidden states."""
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Classifier(Encoder):
 
 
 class Base:
-    """Mixin for the base model's class.
+    """Mixin for the base model of a classifier, with which the classifier's head can run alone.
 
     With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output for them.
     """
@@ -121,7 +121,7 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for the class of a base model's pooler, which runs only in a classifier's head (`in_head`).
+    """Mixin for a base model's pooler: computes its result only where a classifier's head calls it, with `in_head`.
 
     For the base model's own calls it returns None.
     """

@@ -21,25 +21,22 @@ from compiled_engine.recurrence.sequences import Sequences
 class Step:
     """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
-    Keyword arguments would be simpler, but not all families pass them on to their attention. sliding_windows: by layer,
-    the same in every step. reading: layers that read the keys and values of an earlier layer; their KV cache is the
-    earlier layer's. rows_R: see recurrence.sequences; None without recurrences. angle_lengths_T: see
-    attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests. hands_on: the model's
-    head is running, whose decoder returns its input.
+    Keyword arguments would be simpler, but not all families pass them on to their attention.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None], reading: Iterable[int] = ()) -> None:
-        self.sliding_windows = tuple(sliding_windows)
-        self.reading = frozenset(reading)
+        self.sliding_windows = tuple(sliding_windows)  # by layer, the same in every step
+        self.reading = frozenset(reading)  # layers that read an earlier layer's KV cache, which is then theirs too
         self.inputs: AttentionInputs | None = None
-        self.hands_on = False
+        self.hands_on = False  # the model's head is running, whose decoder returns its input
         self.positions_T: torch.Tensor | None = None
         self.kv_caches: list[torch.Tensor] = []
-        self.rows_R: torch.Tensor | None = None
+        self.rows_R: torch.Tensor | None = None  # see recurrence.sequences; None without recurrences
+        # See attention.inputs.ANGLE_LENGTHS; None unless rotary angles depend on the lengths of requests.
         self.angle_lengths_T: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """Return the step's requests as recurrences take them."""
+        """Return which tokens of the step belong to which request, as the ops of recurrences take it."""
         inputs = self.inputs
         assert inputs is not None
         assert self.rows_R is not None

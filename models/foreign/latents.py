@@ -22,7 +22,7 @@ _METHOD = "expand_kv"
 
 
 class LatentAttention:
-    """Mixin for an attention module that expands latents: its keys are the rows, its values their beginnings."""
+    """Mixin for an attention module that expands latents: its keys are the latent rows, its values parts of them."""
 
     kv_b_proj: nn.Linear  # from latents to the heads' keys, without the rotated part, and values
     qk_nope_head_dim: int
@@ -83,7 +83,7 @@ def expansions_recorded(model: nn.Module) -> Iterator[dict[nn.Module, Expansion]
 
 
 def latent_dim_of(module: Any, expansion: Expansion | None, keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return the size of a module's latents if LatentAttention computes its attention; 0 if not.
+    """Return the size of a module's latents if LatentAttention can compute its attention; 0 if it cannot.
 
     expansion: the module's last one. keys, values: of its attention, which must be those of the expansion.
     """

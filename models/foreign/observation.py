@@ -53,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's attention, as the model called it."""
+    """The attention of a layer, as the model called it with the engine's interface."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
@@ -73,7 +73,7 @@ _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 @dataclass(frozen=True)
 class Observation:
-    """The findings of `observe` about a model."""
+    """The facts that `observe` finds in one forward of a transformers model."""
 
     attention: tuple[LayerAttention, ...]  # by layer
     modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
@@ -279,7 +279,7 @@ class _Recurrences:
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
-    """Run a model that is on the meta device, and return the findings.
+    """Run a transformers model on the meta device, and return how its layers attend and which layers are equal.
 
     encodes: the model is an encoder, whose forward takes no cache. Raises UnsupportedModelError for features that the
     engine lacks.
@@ -334,7 +334,7 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
 
 
 def _is_numbered_within(layers: nn.ModuleList, number: int) -> bool:
-    """Return whether a part of the layer knows the layer's number, as parts with a cache do. True without layers."""
+    """Return whether a submodule of a layer has the layer's number, as those with a cache do. True without layers."""
     return not len(layers) or any(hasattr(part, "layer_idx") for part in [*layers[number].modules()][1:])
 
 

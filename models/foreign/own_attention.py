@@ -46,9 +46,10 @@ def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class OwnAttention:
-    """Base of the mixins. `config` and `layer_idx` are set where the module lacks them.
+    """Base class of the mixins for attention modules that compute scores themselves.
 
-    Tensors that the module's code would use as masks are removed.
+    `config` and `layer_idx` are set where the module lacks them. Tensors that the module's code would use as masks are
+    removed.
     """
 
     config: Any
@@ -56,7 +57,7 @@ class OwnAttention:
 
 
 class LocalAttention(OwnAttention):
-    """GPT-Neo's: scores are not scaled, and some layers see a window."""
+    """GPT-Neo's attention: scores are not scaled, and some layers have a sliding window."""
 
     attention_type: str
 
@@ -67,14 +68,14 @@ class LocalAttention(OwnAttention):
 
 
 class JapaneseAttention(OwnAttention):
-    """GPT-NeoX-Japanese's."""
+    """GPT-NeoX-Japanese's attention."""
 
     def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> tuple[torch.Tensor, None]:
         return _attend(self, query, key, value, attention_mask).transpose(1, 2), None
 
 
 class FirstAttention(OwnAttention):
-    """The first GPT's, which makes keys with swapped dimensions. The engine's masks replace the module's."""
+    """The first GPT's attention, which makes keys with swapped dimensions. The engine's masks replace the module's."""
 
     scale: bool
 
@@ -84,7 +85,7 @@ class FirstAttention(OwnAttention):
 
 
 class EncoderAttention(OwnAttention):
-    """Attention of BERT's form (Megatron-BERT, RemBERT), and RoFormer's, which rotates neighbours."""
+    """Attention of BERT's form (Megatron-BERT, RemBERT), and RoFormer's, which rotates pairs of neighbours."""
 
     query: nn.Module
     key: nn.Module
@@ -95,7 +96,7 @@ class EncoderAttention(OwnAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, sinusoidal_pos: Any = None, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return [1, T, D]. sinusoidal_pos: RoFormer's sines and cosines."""
+        """Return the attention's result [1, T, D]. sinusoidal_pos: RoFormer's sines and cosines."""
         q, k, v = (_heads(each(hidden_states), self.attention_head_size) for each in (self.query, self.key, self.value))
         rotate: Any = getattr(self, "apply_rotary_position_embeddings", None)
         if rotate is not None and self.rotary_value:
@@ -106,7 +107,7 @@ class EncoderAttention(OwnAttention):
 
 
 class ScaledAttention(OwnAttention):
-    """Attention of XGLM, MVP and TrOCR: queries are scaled before they meet keys."""
+    """Attention of XGLM, MVP and TrOCR: queries are scaled before they are multiplied by keys."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -122,7 +123,10 @@ class ScaledAttention(OwnAttention):
         attn_prompt: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return [1, T, D]. Raises UnsupportedModelError for keys and values of a learned prompt, `attn_prompt`."""
+        """Return the attention's result [1, T, D].
+
+        Raises UnsupportedModelError for keys and values of a learned prompt, `attn_prompt`.
+        """
         if attn_prompt is not None:
             raise UnsupportedModelError("its attention has keys and values of a learned prompt")
         q = self.q_proj(hidden_states) * self.scaling
@@ -132,7 +136,7 @@ class ScaledAttention(OwnAttention):
 
 
 class GroupedAttention(RoundedAlibi, OwnAttention):
-    """Falcon's: rows of the weight are grouped by key head, the queries of the group before its key and its value.
+    """Falcon's attention: rows of the weight are grouped by key head, a group's queries before its key and its value.
 
     transformers repeats keys for each query head where there are several groups; here they are not. Scores have biases
     by positions in place of a rotation if the configuration has `alibi`.
@@ -151,7 +155,7 @@ class GroupedAttention(RoundedAlibi, OwnAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return [1, T, D]. Raises UnsupportedModelError for biases in heads that share keys."""
+        """Return the attention's result [1, T, D]. Raises UnsupportedModelError for biases in heads that share keys."""
         packed = self.query_key_value(hidden_states)
         group = self.num_heads // self.num_kv_heads
         packed = packed.view(*packed.shape[:2], self.num_kv_heads, group + 2, self.head_dim)
@@ -173,7 +177,7 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 class BloomAttention(Alibi, OwnAttention):
-    """Bloom's: rows of the weight are q, k and v of one head after the other; adds the residual."""
+    """Bloom's attention: rows of the weight are q, k and v of one head after the other. Adds the residual."""
 
     query_key_value: nn.Module
     dense: nn.Module
@@ -185,7 +189,7 @@ class BloomAttention(Alibi, OwnAttention):
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: Any = None, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return [1, T, D]."""
+        """Return the sum of the attention's result and the residual, [1, T, D]."""
         packed = self.query_key_value(hidden_states)
         packed = packed.view(*packed.shape[:2], -1, 3, self.head_dim)
         q, k, v = (x.transpose(1, 2) for x in packed.unbind(3))
@@ -194,7 +198,7 @@ class BloomAttention(Alibi, OwnAttention):
 
 
 class MosaicAttention(Alibi, OwnAttention):
-    """MPT's, whose products may be clamped."""
+    """MPT's attention, in which q, k and v may be clamped."""
 
     Wqkv: nn.Module
     out_proj: nn.Module
@@ -206,7 +210,7 @@ class MosaicAttention(Alibi, OwnAttention):
         return self.softmax_scale
 
     def forward(self, hidden_states: torch.Tensor, **others: Any) -> tuple[torch.Tensor, None]:
-        """Return [1, T, D]."""
+        """Return the attention's result [1, T, D]."""
         packed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             packed = packed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -216,7 +220,7 @@ class MosaicAttention(Alibi, OwnAttention):
 
 
 class MosaicDecoder:
-    """Mixin for MPT's decoder, which makes a mask and a table of biases of the longest text."""
+    """Mixin for MPT's decoder: omits the mask and the table of biases that its own forward makes."""
 
     wte: nn.Module
     blocks: nn.ModuleList
@@ -251,7 +255,7 @@ _ATTENTION: dict[str, type[OwnAttention]] = {
 
 
 def adapt_own_attention(model: PreTrainedModel) -> None:
-    """Let attention modules with an own computation call AttentionInterface, in place."""
+    """Let attention modules that compute scores themselves call AttentionInterface, in place."""
     count = 0
     for module in model.modules():
         ours = _ATTENTION.get(_key_of(type(module)))

@@ -20,7 +20,7 @@ _COUNTED = {"cache_length", "position_ids"}  # parameters of modules that count 
 
 
 class StepPositions:
-    """Mixin for a module that embeds positions. step: None until the model is adapted."""
+    """Mixin for a module that embeds positions: takes the positions of the engine's step instead of counting them."""
 
     step: Step | None
 
@@ -32,7 +32,7 @@ class StepPositions:
 
 
 class TableOfPositions:
-    """Mixin for XGLM's module, whose table of sines may grow; here it has the longest text from the start."""
+    """Mixin for XGLM's sine positions: reads the table, as long as the longest text, and never grows it."""
 
     weights: torch.Tensor
     offset: int
@@ -43,7 +43,7 @@ class TableOfPositions:
 
 
 def adapt_positions(model: Any) -> None:
-    """Let modules that count positions embed those of the step, in place."""
+    """Let modules that count positions themselves embed the positions of the step instead, in place."""
     takes_positions = any("position_ids" in _parameters(each) for each in _decoders(model))
     for module in model.modules():
         if type(module).__name__ == "XGLMSinusoidalPositionalEmbedding":

@@ -28,17 +28,15 @@ ARCHITECTURES = ("WhisperForConditionalGeneration",)
 
 
 class SpeechStep(Step):
-    """The arguments of attention in a step of the decoder, and in a call of the encoder.
-
-    clip_T: the clip of each token, see `cross_attention`. clips: the encoder's. kept: keys and values of each layer's
-    cross-attention, [slots * length, H, d] each, which eager code reads; empty in a trace.
-    """
+    """The arguments of attention in a step of the decoder, and in a call of the encoder."""
 
     def __init__(self, num_layers: int, length: int) -> None:
         super().__init__([None] * num_layers)
         self.length = length
-        self.clip_T: torch.Tensor | None = None
-        self.clips: AttentionInputs | None = None
+        self.clip_T: torch.Tensor | None = None  # the clip of each token, see `cross_attention`
+        self.clips: AttentionInputs | None = None  # the encoder's
+        # Keys and values of each layer's cross-attention, [slots * length, H, d] each, which eager code reads; empty in
+        # a trace.
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
@@ -119,7 +117,7 @@ class SpeechModel:
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V]."""
+        """Return the logits [R, V] of hidden states of the decoder."""
         return self.proj_out(hidden_RD)  # type: ignore[no-any-return]
 
     def encode(self, features_CMF: torch.Tensor, attention_inputs: AttentionInputs) -> torch.Tensor:
@@ -131,7 +129,10 @@ class SpeechModel:
         return self.model.encoder(features_CMF)[0].flatten(0, 1)
 
     def hoisted(self, encoded_ED: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of each layer's cross-attention in turn, [E, H, d] each, as the pass cuts them off."""
+        """Return keys and values of each layer's cross-attention in turn, [E, H, d] each, from the encoder's result.
+
+        The pass `hoist_encoder` makes a callable of this computation.
+        """
         found: list[torch.Tensor] = []
         for layer in self.model.decoder.layers:
             own = layer.encoder_attn

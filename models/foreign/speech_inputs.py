@@ -25,7 +25,7 @@ CLIPS = StepTensor("clip_T", ("tokens",), torch.int32, padding=NO_CLIP, fill=_cl
 
 
 def encoder_tensors(speech: SpeechDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Declare the encoder's inputs. The size "tokens" counts the clips."""
+    """Return declarations of the encoder's inputs. Their size "tokens" counts the clips."""
     return (StepTensor(FEATURES, ("tokens", speech.num_mel_bins, speech.num_frames), dtype), *ATTENTION_TENSORS)
 
 

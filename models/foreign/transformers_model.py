@@ -99,7 +99,7 @@ class CausalLM:
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids.
+        """Return hidden states [T, D] as `forward` does, from the first layer's inputs [T, D] instead of token ids.
 
         The model must not have recurrences.
         """
@@ -136,7 +136,7 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixin for the family's decoder class.
+    """Mixin for the family's decoder class, with which the model's head can run alone.
 
     While `step.hands_on` is set, forward computes nothing and returns its input embeddings as hidden states.
     """
@@ -193,9 +193,10 @@ class OrderedHeads:
 
 
 class AllTokens:
-    """Mixin for decoders that may drop tokens before the layers that read an earlier layer's keys (Gemma 4): keeps all.
+    """Mixin for Gemma 4's decoder, which may drop tokens that later layers need not compute: keeps all tokens.
 
-    Which tokens are needed is not known in the decoder, and its code would compare the number of tokens with 1.
+    Which tokens are needed is not known in the decoder. Its code would compare the number of tokens with 1, which a
+    trace for all sizes cannot.
     """
 
     def _maybe_slice_kv_shared_inputs(

@@ -25,7 +25,7 @@ FEATURES = "features_TD"
 
 
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensor that a draft head reads besides the usual ones: one feature vector per token.
+    """Return the input that a draft head's forward has besides those of other models: one feature vector per token.
 
     Returns () for a model that is no draft head.
     """

@@ -160,7 +160,7 @@ class LlamaForCausalLM(nn.Module):
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids."""
+        """Return hidden states [T, D] as `forward` does, from the first layer's inputs [T, D] instead of token ids."""
         hidden_TD: torch.Tensor = self.model.decode(embedded_TD, positions_T, attention_inputs, kv_caches)
         return hidden_TD
 

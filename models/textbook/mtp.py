@@ -32,7 +32,7 @@ class Projection(nn.Module):
     """Norms embeddings and hidden states, and projects both to the inputs of the decoder layer."""
 
     def __init__(self, norm: nn.Module, config: ModelConfig) -> None:
-        """norm: a norm of the model; both norms of this module are copies of it."""
+        """Make the module. norm: a norm of the model; both norms of this module are copies of it."""
         super().__init__()
         assert config.head is not None
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)

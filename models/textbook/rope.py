@@ -75,7 +75,7 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Scale frequencies as YaRN (Peng et al., 2023).
 
-    Those of fast pairs are kept, those of slow pairs divided by the factor, and those between blended.
+    Frequencies of fast pairs are kept, those of slow pairs divided by the factor, and those between blended.
     """
     original = _original_length(rope)
 
@@ -127,7 +127,7 @@ class RotaryEmbedding(nn.Module):
         return cos_T1d.to(self.dtype), sin_T1d.to(self.dtype)
 
     def frequencies(self, angle_lengths_T: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [T, p] of tokens with angles of these lengths."""
+        """Return the frequencies [T, p] of T tokens whose angles are those of requests of these lengths."""
         rope, border = self.rope, _original_length(self.rope)
         if rope.kind == "dynamic":
             return dynamic_frequencies(angle_lengths_T, self.exponents, rope.theta, rope.factor, border)

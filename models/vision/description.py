@@ -104,7 +104,11 @@ def _described(family: Family, architecture: str, config: Any) -> VisionDescript
 
 
 def _is_supported_gemma4(config: Any) -> bool:
-    """Return whether each query head of the tower has keys of its own, and a token stands for images in all layers."""
+    """Return whether the engine runs a Gemma 4 checkpoint's tower.
+
+    Each of the tower's query heads must have a key head of its own. A text model with embeddings in every layer must
+    name a padding token, whose embeddings the tokens of images have there.
+    """
     text, vision = config.get_text_config(), config.vision_config
     has_token = not text.hidden_size_per_layer_input or text.pad_token_id is not None
     return vision.num_key_value_heads == vision.num_attention_heads and has_token
@@ -128,7 +132,7 @@ _TILE_EMBEDDINGS: dict[str, Callable[[Any, int], int]] = {
 
 
 def _side(size: Any) -> int:
-    """Return the side of a square, given by one number or two equal ones. Raises ValueError for other rectangles."""
+    """Return the side of a square, given by one number or two equal numbers. Raises ValueError for other rectangles."""
     sides = set(size) if isinstance(size, list | tuple) else {size}
     if len(sides) != 1:
         raise ValueError(f"the vision tower has patches or tiles of {size}; allowed: squares")

@@ -25,7 +25,7 @@ POSITIONS = "image_position_ids"  # [1, patches, 2], columns and rows, -1 for pa
 
 
 def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of embeddings of an image. image: the processor's output for it."""
+    """Return the number of embeddings that the tower makes of an image. image: the processor's output for it."""
     if description.resolutions:
         return len(ends_of_rows(description, image))
     if description.tile_size:
@@ -188,7 +188,7 @@ def largest_images(description: VisionDescription, num_embeddings: int) -> list[
 
 
 class _Size(NamedTuple):
-    """A size of images that are divided into tiles by one of several resolutions."""
+    """A size in pixels of images that are divided into tiles, with the numbers of their tiles and embeddings."""
 
     num_tiles: int
     num_embeddings: int
@@ -197,7 +197,10 @@ class _Size(NamedTuple):
 
 
 def _sizes(description: VisionDescription) -> list[_Size]:
-    """Return sizes that fill each resolution, and the thinnest ones of its height and width; none for other towers."""
+    """Return sizes of images that fill each resolution, and the thinnest of its height and of its width.
+
+    Returns none for towers without resolutions.
+    """
     found = []
     for height, width in description.resolutions:
         for size in ((height, width), (height, -(-height // MOST_ASPECT)), (-(-width // MOST_ASPECT), width)):
@@ -213,7 +216,7 @@ def _blank_of_size(description: VisionDescription, size: _Size) -> dict[str, tor
 
 
 def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Declare the tower's inputs. The size "tokens" counts the embeddings of grids, or the tiles.
+    """Return declarations of the tower's inputs. The size "tokens" counts embeddings of grids, or tiles.
 
     dtype: the tower's, which the pixels have too.
     """
@@ -275,7 +278,7 @@ def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torc
 
 
 def _joined(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the images' pixels, one after the other; those of a single image are not copied."""
+    """Return the pixels of all images as one tensor; those of a single image are not copied."""
     return pixels[0] if len(pixels) == 1 else torch.cat(list(pixels))
 
 

@@ -144,14 +144,14 @@ class VisionTower(nn.Module):
                 module.borders, module.in_windows = self.borders, False
 
     def attend_in(self, images: AttentionInputs, starts_W1: Any = None, lens_W: Any = None) -> None:
-        """Set the borders of images and, if they are given, those of windows."""
+        """Set the borders within which patches attend: those of images and, if they are given, those of windows."""
         self.borders.image = images
         if starts_W1 is not None:
             self.borders.window = replace(images, query_start_loc_R1=starts_W1, seq_lens_R=lens_W)
 
 
 class GridTower(VisionTower):
-    """The towers of Qwen2-VL and its successors, which read grids."""
+    """The towers of Qwen2-VL and its successors, which take images as grids of patches, of any size."""
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         visual = model.visual
@@ -168,10 +168,10 @@ class GridTower(VisionTower):
         attention_inputs: AttentionInputs,
         *planned: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a row for each of E embeddings: the embedding, followed by those of the levels, see VisionDescription.
+        """Return a row for each of E embeddings: the embedding, and parts for later layers (VisionDescription.levels).
 
-        planned: the table's rows and weights, then the windows' order, starts and lengths, as far as the tower has
-        them.
+        planned: rows and weights for the interpolated table of positions, then the order, starts and lengths of
+        windows, as far as the tower has them.
         """
         given: dict[str, Any] = {"cu_seqlens": attention_inputs.query_start_loc_R1, "max_seqlen": 0}
         rest = list(planned)
@@ -192,7 +192,7 @@ class GridTower(VisionTower):
 
 
 class PooledTower(VisionTower):
-    """The tower of Gemma 4, which reads grids: the patches of an embedding are averaged."""
+    """The tower of Gemma 4, which takes images as grids of patches: an embedding is a mean over patches."""
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         layers = model.vision_tower.encoder.layers
@@ -218,7 +218,7 @@ class PooledTower(VisionTower):
 
 
 class TileTower(VisionTower):
-    """The towers of LLaVA, Gemma 3, InternVL and Idefics 3, which read tiles through a vision transformer."""
+    """The towers of LLaVA, Gemma 3, InternVL and Idefics 3: a vision transformer over tiles of a fixed size."""
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         encoder = getattr(model, "vision_tower", None) or model.vision_model
@@ -315,12 +315,12 @@ def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) 
 
 
 def indices_of(layers: Sequence[int], stack: nn.ModuleList) -> list[int]:
-    """Return indices in transformers' list of hidden states, of which negative ones count from its end, as positive."""
+    """Return indices in transformers' list of hidden states with negative ones, counted from its end, made positive."""
     return [layer % (len(stack) + 1) for layer in layers]
 
 
 def stack_of(tower: Any) -> nn.ModuleList:
-    """Return the layers of a vision transformer."""
+    """Return the module list of the layers of a vision transformer."""
     return tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
 
 

@@ -56,7 +56,7 @@ def tower_config(
 
 
 def tower_model(model: ModelConfig, description: VisionDescription, config_json: str) -> ModelConfig:
-    """Return the tower's shape. model: the text model of the same checkpoint."""
+    """Return the text model's configuration with the sizes of the tower. model: the text model of the checkpoint."""
     return replace(
         model,
         architecture=f"{description.architecture}'s tower",

@@ -49,7 +49,7 @@ class Experts(GraphPass):
 
 
 class _Routing(NamedTuple):
-    """The choice of experts: a routing that the op implements, or the result of another routing."""
+    """The choice of experts: by a routing that the op implements, or made before the op by another routing."""
 
     logits: fx.Node  # of the router; with `chosen`, the weights of the chosen experts
     top_k: int
@@ -58,7 +58,10 @@ class _Routing(NamedTuple):
 
 
 def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the experts around this scatter, if it scatters the chosen experts' weights into a matrix of all experts."""
+    """Fuse the experts around a scatter of the chosen experts' weights into a matrix of all experts.
+
+    Returns the reason if the experts do not match, and None for any other scatter.
+    """
     zeros, dim, chosen, weights = scatter.args
     is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
     if not is_matrix or not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default):

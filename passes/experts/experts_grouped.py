@@ -93,7 +93,7 @@ def grouped_kernel(
     UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One of the experts' two linears: program (rows, block) computes ROWS weight rows for a block of pairs.
+    """Compute one of the experts' two linears: program (rows, block) takes ROWS weight rows and a block of pairs.
 
     x_ptr: [T, K] with GATED, otherwise [S, K] by sorted pair; rows x_stride apart. w_ptr: [E, NUM_ROWS, K]; bias_ptr:
         [E, NUM_ROWS] or None.

@@ -66,9 +66,9 @@ def one_token_gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """First linear of a single token's experts and the gate: program (rows, slot) computes ROWS outputs of one expert.
+    """Compute the first linear of a single token's experts and the gate.
 
-    slot: index of the expert among the token's TOP_K.
+    Program (rows, slot) computes ROWS outputs of one expert. slot: index of the expert among the token's TOP_K.
 
     x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH] or None; chosen_ptr: [TOP_K],
         the experts.
@@ -151,10 +151,10 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Second linear of a single token's experts: a program computes ROWS outputs, summed over the experts by weight.
+    """Compute the second linear of a single token's experts: a program has ROWS outputs, summed over the experts.
 
     hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
-    chosen_ptr, weights_ptr: [TOP_K], the experts and their weights.
+    chosen_ptr, weights_ptr: [TOP_K], the experts and their weights in the sum.
     residual_ptr: [HIDDEN_SIZE], added to the sum, or None; out_ptr: [HIDDEN_SIZE].
     scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     """

@@ -35,7 +35,7 @@ TOKEN_COUNTS = (1, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """The number of pairs and of weight rows of a program of grouped_kernel, and its compile options."""
+    """Tile sizes of grouped_kernel, in tokens (each with one of its experts) and weight rows, and compile options."""
 
     tokens: int
     rows: int
@@ -91,7 +91,7 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
 
 @dataclass(frozen=True)
 class OneTokenTiles:
-    """The number of outputs of a program, of columns that it multiplies at a time, and of its warps."""
+    """Tile sizes of a one-token kernel: outputs of a program, and columns multiplied at a time; and its warps."""
 
     rows: int
     block_k: int
@@ -196,7 +196,7 @@ def _linear(
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight of all experts, and the constexprs of the kernels that read it."""
+    """A weight matrix of all experts with its bias, and constexprs for the kernels that read its format."""
 
     values: torch.Tensor  # or codes
     scales_ERC: torch.Tensor | None
@@ -266,7 +266,10 @@ def launch(
     gate_up_zeros_ERC: torch.Tensor | None = None,
     down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels. Weights and biases must be contiguous."""
+    """Return the weighted sum of each token's experts, [T, D], computed by the kernels; see `reference`.
+
+    Weights and biases must be contiguous.
+    """
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
     chosen_TX = None if chosen_TX is None else chosen_TX.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
@@ -446,7 +449,10 @@ def _grouped(
 
 
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
-    """Return how many columns grouped_kernel multiplies per step. They share a scale, unless scales are exponents."""
+    """Return how many columns grouped_kernel multiplies at a time.
+
+    They share a scale, unless the scales are exponents (MXFP4).
+    """
     if weight.codes["PACKED"] == "e2m1":
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)

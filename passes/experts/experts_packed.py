@@ -21,9 +21,9 @@ def _shifted(to: str, left: int) -> str:
 
 
 def _e2m1(out: str, operands: str, sign: int, magnitude: int) -> str:
-    """Return instructions that decode a register's two e2m1 codes and multiply them by their factors.
+    """Return PTX instructions that decode a register's two e2m1 codes and multiply them by their factors.
 
-    sign, magnitude: how far the bits of each part are shifted to the left.
+    sign, magnitude: how far the bits of sign and magnitude are shifted to the left.
     """
     return (
         f"{_shifted('s', sign)}{_shifted('m', magnitude)}and.b32 m, m, 0x01C001C0; "
@@ -134,7 +134,7 @@ def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
 def _exponents(
     scales_ptr_N: tl.tensor, k: tl.tensor, K: tl.constexpr, TILE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """Return the stored scales of GROUPS tiles from column k on, [N, GROUPS]; zeros beyond the last column."""
+    """Return N rows' scales of GROUPS tiles from column k on, as stored, [N, GROUPS]; 0 beyond the last column."""
     group_G = k // TILE_COLUMNS + tl.arange(0, GROUPS)
     mask_1G = (group_G * TILE_COLUMNS < K)[None, :]
     return tl.load(scales_ptr_N[:, None] + group_G[None, :], mask=mask_1G, other=0)

@@ -33,7 +33,7 @@ class Source:
 
     @property
     def expression(self) -> str:
-        """The argument as a Python expression, such as kv_caches[3]. For a size: the argument that has the size."""
+        """The argument as a Python expression, such as kv_caches[3]. For a size: the argument that has this size."""
         head, _, rest = self.name.partition(".")
         return self.name if self.element is None else f"{head}[{rest}]"
 

@@ -88,7 +88,7 @@ class GraphPass(Protocol):
         ...
 
     def step_tensors(self) -> tuple[StepTensor, ...]:
-        """Return the step tensors that the pass reads in addition to the arguments that every forward has.
+        """Return the step tensors: inputs that the pass adds to the arguments that every forward has.
 
         If the pass is enabled, the graph has a placeholder for each of them, which `graph_inputs.argument` finds.
         """

@@ -112,7 +112,7 @@ def define_op(
 
 
 def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:
-    """Declare the properties of an op. Raises ValueError if the op already has a different declaration.
+    """Record an op's declaration (see OpDeclaration). Raises ValueError if the op already has a different one.
 
     `define_op` declares its ops itself.
     """
@@ -126,7 +126,7 @@ def declaration_of(op: object) -> OpDeclaration:
 
 
 def references() -> dict[OpOverload, Callable[..., Any]]:
-    """Return a mapping from each op that has a reference to that function of plain torch ops."""
+    """Return the reference, a function of plain torch ops, of each op that has one."""
     return {op: declared.reference for op, declared in _DECLARED.items() if declared.reference is not None}
 
 

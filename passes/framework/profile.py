@@ -84,7 +84,7 @@ class DeviceProfile:
 
 
 def profiles_folder() -> Path:
-    """Return the folder of the profiles: $COMPILED_ENGINE_DEVICE_PROFILES, or else the one that the package ships.
+    """Return the folder with device profiles: $COMPILED_ENGINE_DEVICE_PROFILES, or else the folder in the package.
 
     A device without a file in that folder has no profile. Raises ValueError if the variable does not name a folder.
     """

@@ -29,7 +29,7 @@ _REORDERED_ROWS = 4096
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scale of each tile, fp32 [R, C]."""
+    """Return the scale with which each tile of the values is quantised, fp32 [R, C]."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if rounding.format.zero is not None:
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
@@ -180,7 +180,7 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of(rounding: Rounding, num_columns: int) -> int:
-    """Return the number of columns per unit for `in_halves`. It divides the columns of a tile and of the matrix."""
+    """Return the number of columns per unit for `in_halves`: a divisor of a tile's columns and of num_columns."""
     return math.gcd(MOST_UNIT, rounding.columns, num_columns)
 
 
@@ -215,7 +215,7 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Convert scales of the tiles of `stored` to the smaller tiles of `kept`: repeat a scale for each tile in its tile.
+    """Convert scales of the tiles of `stored` to those of `kept`, whose smaller tiles repeat the scale around them.
 
     scales: one per stored tile, in any shape. Returns one per kept tile, [R, C].
     """
@@ -257,7 +257,7 @@ def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 def the_same(values: torch.Tensor, names: str) -> torch.Tensor:
-    """Return the first of S equal values [S, ...], as [1, ...]. Raises ValueError if they differ.
+    """Return the first of S values that must be equal, [S, ...], as [1, ...]. Raises ValueError if they differ.
 
     values: a value for each of S linears that are merged into one: input scales [S] or column orders [S, K]. names: the
     linears' parameters, for the error.

@@ -40,7 +40,7 @@ Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Run:
-    """The recorded values of one execution, on random inputs, of the graph before the pass."""
+    """The recorded values of running the graph before the pass once, on random inputs."""
 
     inputs: RandomInputs
     values: Values
@@ -88,7 +88,7 @@ def verify_rewrites(
 
 
 def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return pairs of nodes, after -> before, that the pass did not report but whose values must be equal.
+    """Return pairs of nodes, after the pass -> before it, that the pass did not report but that must be equal.
 
     These are calls whose arguments changed, and graph outputs that are other nodes now. same: nodes of the rewritten
     graph -> nodes of the original graph with the same value.

@@ -17,7 +17,10 @@ from compiled_engine.passes.images.merge_embeddings import IMAGE_INDEX
 
 
 class LayerTokens(GraphPass):
-    """Replaces the ids of image tokens by `token_id`. Their embeddings that enter the first layer are merged anyway."""
+    """Replaces the ids of image tokens by `token_id`, whose embeddings they then have in every layer.
+
+    The embeddings of image tokens that enter the first layer come from the vision tower, see merge_embeddings.
+    """
 
     name = "layer_tokens"
     required = True  # without it, tokens of images have the embeddings of the placeholder

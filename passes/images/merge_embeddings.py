@@ -31,20 +31,24 @@ IMAGE_INDEX = StepTensor("image_index_T", ("tokens",), torch.int32, padding=-1, 
 
 
 def embeddings_parameter(num_rows: int, levels: int, hidden_size: int, dtype: torch.dtype) -> Parameter:
-    """Describe the tensor of embeddings. levels: further parts of a row."""
+    """Return the parameter with num_rows embeddings of images, each followed in its row by `levels` further parts."""
     name = str(dtype).removeprefix("torch.")
     return Parameter(EMBEDDINGS, (num_rows, (1 + levels) * hidden_size), name, KEPT)
 
 
 def part_of(embeddings: torch.Tensor, level: int, hidden_size: int) -> torch.Tensor:
-    """Return a level's part of the embeddings, [rows, D]; level 0 is merged, others are added."""
+    """Return the part of the images' embeddings for a level, [rows, D].
+
+    Level 0 replaces elements of the first layer's input; level n is added to the input of layer n.
+    """
     return embeddings[:, level * hidden_size : (level + 1) * hidden_size]
 
 
 class MergeEmbeddings(GraphPass):
-    """Merges `num_rows` embeddings of images into the value that enters layer 0, and `levels` parts into later ones.
+    """Puts embeddings of images into the input of layer 0, and adds `levels` further parts of them to later inputs.
 
-    Runs after layers are repeated and sharded, and before all fusing passes.
+    num_rows: the number of embeddings that the parameter holds. Runs after layers are repeated and sharded, and before
+    all fusing passes.
     """
 
     name = "merge_embeddings"
@@ -86,7 +90,10 @@ def _merged(
     level: int,
     hidden_size: int,
 ) -> fx.Node:
-    """Insert a level of the embeddings into a value. Return the node that users of the value read from then on."""
+    """Insert ops that put a level of the images' embeddings into a value.
+
+    Returns the node that users of the value read from then on.
+    """
     users, before = list(value.users), _residual(value) if level else None
     with graph.inserting_before(value if before is not None else value.next):
         part = emit(graph, aten.slice.Tensor, embeddings, 1, level * hidden_size, (level + 1) * hidden_size)

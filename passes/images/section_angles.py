@@ -65,7 +65,10 @@ section_angles = define_op(
 
 
 class SectionAngles(GraphPass):
-    """Replaces angles of one position per token by angles of three. sections, mixed: see `angles_of_sections`."""
+    """Replaces rotary angles of one position per token by angles of its positions in three dimensions.
+
+    sections, mixed: see `angles_of_sections`.
+    """
 
     name = "section_angles"
     required = True  # without it, tokens of images have wrong positions

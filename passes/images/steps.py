@@ -12,13 +12,13 @@ from compiled_engine.passes.images.whole_images import KEYS_AHEAD, WholeImages
 
 
 def image_step_tensors(images: ImagesConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that the passes read."""
+    """Return the inputs that passes add to the forward for steps with images."""
     both_ways = [KEYS_AHEAD] if images.vision.both_ways else []
     return (IMAGE_INDEX, *([POSITION_DELTAS] if images.sections else []), *both_ways)
 
 
 def image_passes(images: ImagesConfig) -> list[GraphPass]:
-    """Return the passes, in order; they run before all that fuse ops."""
+    """Return the passes for steps with images, in order; they run before all passes that fuse ops."""
     found: list[GraphPass] = [MergeEmbeddings(images.cache_size, images.vision.levels)]
     if images.vision.layer_token_id is not None:
         found.append(LayerTokens(images.vision.layer_token_id))

@@ -22,7 +22,10 @@ KEYS_AHEAD = StepTensor("keys_ahead_T", ("tokens",), torch.int32, variants=(IMAG
 
 
 class WholeImages(GraphPass):
-    """Passes KEYS_AHEAD to each attention, or `in_windows` to each that has a window. Runs before all fusing passes."""
+    """Passes KEYS_AHEAD to all attention ops or, with `in_windows`, to those that have a window.
+
+    Runs before all fusing passes.
+    """
 
     name = "whole_images"
     required = True  # without it, tokens of an image do not see later ones

@@ -55,9 +55,9 @@ class AuxHiddenStates(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check that a layer and later ones read no value of earlier layers but the hidden state returned for it.
+        """Check for each returned hidden state that its layer and later layers read nothing else of earlier layers.
 
-        Raises VerificationError if one does. Returns the number of layers checked.
+        Raises VerificationError if a layer does. Returns the number of layers checked.
         """
         path = stack_of(graph)
         for layer, aux_hidden_state in zip(

@@ -22,7 +22,7 @@ class ComplexNumbers(GraphPass):
     name = "complex_numbers"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of complex values."""
+        """Expect a match for each node of the graph whose value is complex."""
         return sum(map(has_complex_value, graph.nodes))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -58,5 +58,5 @@ def entering(graph: fx.Graph, prefix: str) -> fx.Node | str:
 
 
 def stack_of(graph: fx.Graph) -> str:
-    """Return the path of the model's layers."""
+    """Return the path of the list of layers, such as model.layers, in the model that the graph computes."""
     return layer_stack(parameter_of(node).name for node in graph.find_nodes(op="placeholder") if is_parameter(node))

@@ -48,7 +48,7 @@ class Form:
         return len(self.dims)
 
     def sizes(self) -> tuple[Size, ...]:
-        """Return the value's shape."""
+        """Return the shape of the described value."""
         shape = self.core.meta["val"].shape
         return tuple(1 if dim is None else shape[dim] for dim in self.dims)
 

@@ -146,7 +146,7 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _without_ones(self, form: Form) -> Form:
-        """Return a parameter's form without leading dimensions of size one, which broadcasting puts in."""
+        """Return a parameter's form without leading dimensions of size one, which broadcasting adds by itself."""
         if not form.is_core or not is_parameter(form.core):
             return form
         sizes = list(form.core.meta["val"].shape)

@@ -88,7 +88,7 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node computes one of _STEPS from a parameter of at most one dimension and constants.
+    """Return whether the node computes one of _STEPS from constants and a parameter of at most one dimension.
 
     Operations that a norm applies to its weight belong to the norm and do not count.
     """
@@ -120,7 +120,7 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of KV caches, with one attention each, plus the number of attentions without a KV cache."""
+        """Expect a match for each KV cache, with one attention each, and for each attention without a KV cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -148,7 +148,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of states of convolutions and of matrices, without the tensors for drafts."""
+        """Expect a match for each state of a recurrence, of a convolution or a matrix, tensors for drafts excepted."""
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
         return sum(name.rpartition(".")[2] in (CONV_STATE, MATRIX_STATE) for name in kept)

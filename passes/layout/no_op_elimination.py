@@ -20,7 +20,7 @@ class NoOpElimination(GraphPass):
     name = "no_op_elimination"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of multiplications by one; the number of other no-ops depends on the trace."""
+        """Expect a match for each multiplication by one; the number of other no-ops depends on the trace."""
         products = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         return sum(1 for product in products if product.args[1:] == (1.0,))
 

@@ -30,7 +30,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of calls whose results have a leading dimension of size one, the batch."""
+        """Expect a match for each call whose result has a leading dimension of size one, the batch."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -71,7 +71,10 @@ def launch(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels. All tensors but x and y must be contiguous."""
+    """Return y plus the tokens' LoRA adapters applied to x, [T, N], computed by the kernels; see `reference`.
+
+    All tensors but x and y must be contiguous.
+    """
     operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
     if len(y_TN) <= FEW_TOKENS:

@@ -16,7 +16,7 @@ VECTOR = tl.constexpr(8)
 
 
 class Operands(NamedTuple):
-    """The arguments of adapter_add, see its reference."""
+    """The tensors and sizes that adapter_add takes; adapter_add.reference describes them."""
 
     y_TN: torch.Tensor
     x_TK: torch.Tensor

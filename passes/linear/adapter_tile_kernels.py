@@ -141,7 +141,7 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gather BLOCK_T of the window's tokens that have a slot, from the `first` of these on.
+    """Select BLOCK_T tokens of a window that have a program's slot, skipping the `first` ones of these tokens.
 
     Returns (indices of the tokens, which of them exist). token_W: indices of the window's tokens. own_W: whether each
     has the slot. If BLOCK_T is the window's size, both are returned unchanged.
@@ -258,7 +258,7 @@ def expand_kernel(
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of the kernels for many tokens."""
+    """Tile sizes of the adapter kernels for many tokens."""
 
     window: int  # tokens among which a program looks for those of its slot
     turns: int  # programs per window, which share its slots
@@ -301,7 +301,7 @@ def _block(number: int) -> int:
 
 
 def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
-    """Return the result of adapter_add, [T, N], computed by the kernels for many tokens."""
+    """Add the tokens' LoRA adapters to a linear's result, [T, N], by the kernels for many tokens; see adapter_add."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)

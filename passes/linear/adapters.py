@@ -64,7 +64,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -102,7 +102,7 @@ class Adapters(GraphPass):
 def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[Parameter, ...] | None:
     """Return the weights whose adapters a parameter holds, if it is a matrix A that this pass added; otherwise None.
 
-    There are several if linears were merged, in their order. described: the graph's parameters by name.
+    If linears were merged, these are the weights of all of them, in order. described: the graph's parameters by name.
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None

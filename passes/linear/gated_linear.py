@@ -31,7 +31,10 @@ def reference(
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels that the module's docstring names."""
+    """Return activation(gate) * up of the halves of linear(x), [T, N / 2].
+
+    The fastest kernel that was measured computes it, otherwise the library's product and the kernel of silu_mul.
+    """
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:
         return hopper_product.hopper_product(x_TK, weight_NK, True, activation, products)

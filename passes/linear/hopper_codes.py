@@ -58,7 +58,7 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Return why this kernel does not support a linear that Hopper's product kernel supports; None if it does.
+    """Return why hopper_codes does not support a linear that hopper_product supports; None if it does.
 
     num_rows: of the weight. gated: gate and up, which are counted together.
     """

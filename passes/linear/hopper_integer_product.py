@@ -79,7 +79,7 @@ def is_faster_decoded(num_tokens: int, num_rows: int, k: int, num_multiprocessor
 
 
 def _estimates(num_tokens: int, num_rows: int, k: int, num_multiprocessors: int) -> list[tuple[float, int, int]]:
-    """Return (estimated microseconds, tokens of a tile, splits of K) for each possible form of tiles."""
+    """Return (estimated microseconds, tokens of a tile, splits of K) for each way to divide a product into tiles."""
     blocks, found = k // _BLOCK, []
     for tokens, block_time in _BLOCK_TIMES.items():
         for splits in range(1, _MOST_SPLITS + 1):
@@ -105,7 +105,7 @@ def hopper_integer_product(
     zero: int,
     tiles: IntegerTiles | None = None,
 ) -> torch.Tensor:
-    """Compute `hopper_integers.hopper_integers` for any number of tokens.
+    """Return linear(x) + residual of four-bit codes for any number of tokens, as hopper_integers does for few.
 
     Weights are rounded to the results' type before the product, as `integer_product.decode_words` rounds them. tiles:
     None for those of integer_product_tiles.

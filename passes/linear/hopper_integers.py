@@ -40,7 +40,7 @@ _SHORT = 4096
 
 
 def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Return why the kernel does not support a linear; None if it does."""
+    """Return why Hopper's kernel for four-bit codes does not support a linear; None if it does."""
     weight = scheme.weight
     if not weight.is_integer or weight.format.per_byte != 2 or scheme.inputs is not None:
         return f"its weight is no matrix of four-bit integers, or its inputs are rounded ({scheme})"

@@ -18,7 +18,7 @@ from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, MOST_
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 from compiled_engine.quantisation import LinearScheme
 
-# Element formats of the weights. Kernels read those with zero points as the ones without.
+# Element formats of the weights. Kernels read formats with zero points like their counterparts without.
 ELEMENTS = ("int4", "uint4", "int8", "uint8", "e2m1")
 # Columns of the smallest tiles, smaller than a tensor-core product: those of NVFP4.
 FINE_COLUMNS = 16
@@ -30,7 +30,7 @@ MOST_TOKENS = 64
 BITS_OF_128, BITS_OF_1024, BITS_OF_2_23 = tl.constexpr(0x4300), tl.constexpr(0x6400), tl.constexpr(0x4B000000)
 # The code of 0 in formats without zero points, as kernels read codes: those of int8 plus 128.
 _ZEROS = {"int4": 8, "int8": 128}
-# Of the kernel that decodes a weight: rows and bytes of a program.
+# Rows and bytes of a program of the kernel that decodes a weight.
 _DECODED_ROWS, _DECODED_BYTES = 4, 512
 # Rows of a program that decodes words.
 _WORD_ROWS = 64
@@ -306,7 +306,7 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return [T, N], or [T, N / 2] with silu_mul, in x's dtype: the linear with bias, fused as in quantised_linear.
+    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
 
     The weight must be contiguous. tiles: None for those of choose_tiles.
     """

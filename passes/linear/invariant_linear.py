@@ -73,7 +73,7 @@ def _on_cpu(
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernel of invariant_product."""
+    """Return linear(x), or activation(gate) * up of its halves, by the kernel of invariant_product; see `reference`."""
     y_TN = invariant_product(x_TK, weight_NK, bias_N)
     return y_TN if activation is None else silu_mul.launch(y_TN, activation)
 
@@ -99,7 +99,7 @@ class InvariantLinear(GraphPass):
     kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

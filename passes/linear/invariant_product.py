@@ -42,14 +42,14 @@ class Tile(NamedTuple):
 
 @cache
 def part_of(num_rows: int, num_columns: int) -> int:
-    """Return the columns of a part for a weight [num_rows, num_columns]; the last part may have fewer."""
+    """Return the number of columns of a part of a weight [num_rows, num_columns]; the last part may have fewer."""
     parts = min(MOST_PARTS, cdiv(PROGRAMS, cdiv(num_rows, 64)), max(1, num_columns // LEAST_PART))
     return cdiv(cdiv(num_columns, parts), BLOCK_K) * BLOCK_K
 
 
 @cache
 def tile_of(num_tokens: int, element_size: int) -> Tile:
-    """Return the tile for a number of tokens and elements of this size in bytes."""
+    """Return the tile sizes for a number of tokens and elements of this size in bytes."""
     if element_size == 4:
         return Tile(32, 16 if num_tokens <= 16 else 32, 4, 2)
     for tokens in TOKEN_BUCKETS:

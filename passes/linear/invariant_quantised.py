@@ -23,7 +23,7 @@ _parsed = cache(LinearScheme.parse)
 
 
 def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str | None:
-    """Return why the op does not compute a quantised linear with this number of columns; None if it does."""
+    """Return why the batch-invariant op does not compute a quantised linear of num_columns columns; None if it does."""
     scheme = quantised.scheme
     if device.type != "cuda":
         return "quantised linears are the library's on a CPU"
@@ -60,7 +60,10 @@ def launch(
     scheme: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels that the module's docstring names."""
+    """Return the quantised linear of x, or activation(gate) * up of its halves; see `reference`.
+
+    One kernel rounds x, a second multiplies the codes; a third computes the activation.
+    """
     parsed = _parsed(scheme)
     assert parsed.inputs is not None
     rounded_TK, inputs_CT = round_inputs.launch(x_TK, parsed.inputs, input_scale_1)

@@ -170,7 +170,7 @@ def is_by_columns(node: fx.Node) -> bool:
 
 
 def by_rows(node: fx.Node) -> Parameter:
-    """Return the description of a parameter of experts, with its dimensions in the stored order, [E, N, K]."""
+    """Return the description of a parameter of experts as [E, N, K], the order of dimensions in which it is stored."""
     weight = parameter_of(node)
     if not is_by_columns(node):
         return weight

@@ -39,7 +39,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that are multiplied by several weight matrices."""
+        """Expect a match for each value that several weight matrices multiply."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -190,7 +190,10 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Change a placeholder for packed rows to one row, and return it. Loading fails if the rows are not equal."""
+    """Change the placeholder of packed rows, one for each merged linear, to a single row, and return it.
+
+    Loading fails if the rows are not equal.
+    """
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
     step = ("the_same", source.name)

@@ -114,9 +114,10 @@ def choose(
 def describe_kernels(
     capability: tuple[int, int], num_rows: int, k: int, bias: bool, scheme: LinearScheme, dtype: torch.dtype
 ) -> str:
-    """Return the kernels for few, for many and for thousands of tokens as text.
+    """Return text that names the kernels of a linear for few, for many and for thousands of tokens.
 
-    Codes count as stored in words if Hopper's kernel can read words, since the pass reorder_codes then puts them so.
+    If Hopper's kernel can read the codes in words, they count as such, since the pass reorder_codes stores them in
+    words.
     """
     in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
     few, many, most = (
@@ -166,7 +167,10 @@ def launch(
     norm_offset: float,
     norm_wide: bool,
 ) -> torch.Tensor:
-    """Return the result of quantised_linear_op.reference, [T, N] or [T, N / 2], in the dtype of x."""
+    """Return a quantised linear with its norm, activation and residual, [T, N] or [T, N / 2], in the dtype of x.
+
+    See quantised_linear_op.reference for the arguments.
+    """
     dtype, k = x_TK.dtype, x_TK.shape[1]
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
@@ -195,7 +199,7 @@ def multiply(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Do the work of `launch` after the inputs are rounded: return the linear with bias, silu * up and residual.
+    """Return a quantised linear of rounded inputs with bias, silu * up and residual: `launch` after its rounding.
 
     x_TK: codes with the scales inputs_CT; if inputs_CT is None, values that are not rounded. dtype: of the result.
     """

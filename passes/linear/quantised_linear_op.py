@@ -81,7 +81,7 @@ def launch(
     dtype: str = "",
     columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels of quantised_kernels."""
+    """Return a quantised linear with its norm, activation and residual, by quantised_kernels; see `reference`."""
     after = bias_N, residual_TM, silu_mul, activation
     parsed = _parsed(scheme)
     if input_scales_CT is not None:
@@ -174,7 +174,7 @@ def gated_launch(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `gated_reference`, computed by the linear's kernel and one that rounds.
+    """Return activation(gate) * up of a quantised linear as codes and scales, by kernels; see `gated_reference`.
 
     The linear's kernel computes activation(gate) * up if it can, otherwise the kernel that rounds does. If no kernel
     can round the result, torch's ops do.

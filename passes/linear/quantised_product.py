@@ -221,7 +221,7 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return [T, N], or [T, N / 2] with silu_mul, in `dtype`: the linear with bias, fused as in quantised_linear.
+    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
 
     x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of. tiles: None
     for those of choose_tiles.

@@ -262,7 +262,7 @@ def round_parts_kernel(
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
-    """Return why the kernels cannot round inputs of `k` columns; None if they can."""
+    """Return why the kernels that round inputs cannot round rows of `k` columns; None if they can."""
     columns = 0 if rounding.static else rounding.columns
     if columns & (columns - 1):
         return f"inputs are rounded in {columns} columns, no power of two"
@@ -270,7 +270,7 @@ def columns_obstacle(k: int, rounding: Rounding) -> str | None:
 
 
 class Results(NamedTuple):
-    """Buffers for the codes and scales of rows, and the constexprs of the kernels that fill them."""
+    """Buffers for the codes and scales of rounded inputs, and the constexprs of the kernels that fill them."""
 
     codes_TK: torch.Tensor
     scales_CT: torch.Tensor
@@ -338,7 +338,7 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels cannot round rows of `k` columns on a GPU, so that torch's ops do; None if they can."""
+    """Return why no kernel can round rows of `k` columns on a GPU, so that torch's ops do; None if one can."""
     missing = None if device.type != "cuda" else why_no_products(capability_of(device), rounding)
     return columns_obstacle(k, rounding) if missing is None else missing
 
@@ -361,10 +361,11 @@ def launch(
     activation: str = "",
     tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, K] and scales [C, T] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x.
+    """Round the inputs x of a linear, RMSNorm(x) * norm_weight, or activation(gate) * up of the halves of x.
 
-    Codes and scales equal those of rounding.round_inputs, except that a static scale is repeated for each token.
-    static_1: float32 [1], or None for scales that follow from the values. tile: see empty_scales.
+    Returns codes [T, K] and scales [C, T]. They equal those of rounding.round_inputs, except that a static scale is
+    repeated for each token. static_1: float32 [1], or None for scales that follow from the values. tile: see
+    empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
@@ -445,7 +446,7 @@ def reference(
     norm_wide: bool = False,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, K] and scales [C, T] as `launch` does, computed with torch's ops.
+    """Round the inputs of a linear as `launch` does, but with torch's ops. Returns codes [T, K] and scales [C, T].
 
     rounding: the text form of a Rounding.
     """
@@ -513,7 +514,7 @@ def sum_reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm with the norm quantised: codes [T, D], scales [C, T], and the sum."""
+    """Return the RMSNorm of x + residual as codes [T, D] and scales [C, T], and x + residual; see residual_rms_norm."""
     how = eps, offset, wide, inner_weight_D
     normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
     return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD
@@ -530,7 +531,10 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `sum_reference`, computed by the kernel; if it cannot round them, torch's ops do."""
+    """Return the RMSNorm of x + residual as codes and scales, and x + residual; see `sum_reference`.
+
+    The kernel computes them; if it cannot round to this format, torch's ops do.
+    """
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)

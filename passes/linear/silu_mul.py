@@ -88,7 +88,7 @@ def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tens
 
 
 def launch(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernel."""
+    """Return activation(gate) * up of the halves of each row, [T, I], computed by the kernel; see `reference`."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
@@ -118,10 +118,10 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return how often an activation's result [T, I] is multiplied by another value.
+    """Return how many results of activations, [T, I], are multiplied by another value.
 
-    Results of norms, of clamps and of recurrences do not count. Passes on silu(gate) * up expect as many matches
-    in their contracts.
+    Products with results of norms, of clamps and of recurrences do not count. Passes on silu(gate) * up expect as many
+    matches in their contracts.
     """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
@@ -177,7 +177,7 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
 
 
 def _activation(call: fx.Node) -> str:
-    """Return the name of a call's activation, as `activate` takes it."""
+    """Return the name of the activation that a call computes, such as "silu" (see `activate`)."""
     if is_call(call, aten.silu.default):
         return "silu"
     return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

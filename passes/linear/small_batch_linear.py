@@ -48,7 +48,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -80,7 +80,7 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Fuse each norm whose result only linears read into these linears, by changing `linears`.
+    """Fuse each norm that only linears read into these linears, by changing their entries in `linears`.
 
     A residual sum before the norm is fused into the linear that computes its addend; if no linear does, the sum becomes
     an addition of its own. A sum whose addend is normed stays as it is. The experts op counts as a linear, and is
@@ -135,7 +135,7 @@ def _take_in_norm(
 ) -> None:
     """Make `user`, a linear or the experts op, compute the norm of its input itself.
 
-    norm: the arguments of the norm's op.
+    norm: the arguments of the op that computes the norm now.
     """
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}

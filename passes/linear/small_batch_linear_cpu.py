@@ -32,9 +32,10 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """Return the result of small_batch_linear_op.reference, [T, M], computed by the C++ kernel.
+    """Return a linear with its norm, activation and residual, [T, M], computed by the C++ kernel.
 
-    Returns None if the kernel does not support the arguments. activation: None for a linear without gate and up.
+    See small_batch_linear_op.reference. Returns None if the kernel does not support the arguments. activation: None for
+    a linear without gate and up.
     """
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()

@@ -87,7 +87,7 @@ def one_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute small_batch_linear_op.reference for one token.
+    """Compute a linear with its norm, activation and residual for one token; see small_batch_linear_op.reference.
 
     A program computes the results of ROWS rows of the weight.
 

@@ -130,7 +130,10 @@ def on_cpu(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the C++ kernel if it supports the arguments."""
+    """Return a linear with its norm, activation and residual, [T, M]; see `reference`.
+
+    The C++ kernel computes it if it supports the arguments, otherwise torch's ops do.
+    """
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
     out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
     return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM
@@ -149,9 +152,10 @@ def launch(
     norm_wide: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernels. Weights must be contiguous.
+    """Return a linear with its norm, activation and residual, [T, M], computed by the kernels; see `reference`.
 
-    tiles: None for those of choose_tiles. Raises ValueError if K is split and there are more than MAX_TILES tiles.
+    Weights must be contiguous. tiles: None for those of choose_tiles. Raises ValueError if K is split and there are
+    more than MAX_TILES tiles.
     """
     if x_TK.stride()[1] != 1:
         x_TK = x_TK.contiguous()

@@ -61,11 +61,11 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Compute small_batch_linear_op.reference for up to eight tokens.
+    """Compute a linear with its norm, activation and residual for up to eight tokens.
 
-    A program computes the outputs of ROWS rows of the weight. Arguments are those of few_tokens_kernel. Each of GROUPS
-    warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS * BLOCK_K. AHEAD: number of steps whose
-    weights are loaded ahead of their use.
+    See small_batch_linear_op.reference. A program computes the outputs of ROWS rows of the weight. Arguments are those
+    of few_tokens_kernel. Each of GROUPS warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS *
+    BLOCK_K. AHEAD: number of steps whose weights are loaded ahead of their use.
     """
     OUTPUTS: gl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     STEP: gl.constexpr = GROUPS * BLOCK_K

@@ -214,7 +214,7 @@ def few_tokens_kernel(
     COLUMNS_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute small_batch_linear_op.reference for a few tokens.
+    """Compute a linear with its norm, activation and residual for a few tokens; see small_batch_linear_op.reference.
 
     Program (rows, split, tokens) multiplies ROWS rows of the weight by TOKENS tokens, over one of SPLIT_K parts of K.
     The program that finishes last among a tile's splits adds the partial sums of all splits and writes the results.

@@ -99,7 +99,7 @@ def launch(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by the kernel."""
+    """Return the LayerNorm of x + residual, and x + residual, computed by the kernel; see `reference`."""
     x_TD = x_TD.contiguous()
     normed_TD, total_TD = _fake(x_TD, residual_TD)
     hidden_size = x_TD.shape[-1]
@@ -138,7 +138,7 @@ class LayerNorm(GraphPass):
     name = "layer_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of LayerNorms over hidden states [T, D], whether each is one ATen op or several ops."""
+        """Expect a match for each LayerNorm over hidden states [T, D], whether it is one ATen op or several ops."""
         native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
         of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
         return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))

@@ -21,7 +21,7 @@ _NATIVE = aten.native_layer_norm.default
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over the last dimension of x.
+    """A norm, in a graph, over the last dimension of x.
 
     If `centred`, it is LayerNorm(x) * weight + bias, otherwise RMSNorm(x) * (offset + weight). Weight and bias are
     parameters of the graph. A LayerNorm may lack both; an RMSNorm always has a weight.
@@ -37,7 +37,7 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """The fields (eps, offset, wide), in the order in which the norm ops take them."""
+        """The fields (eps, offset, wide), in the order in which ops with a norm take them."""
         return self.eps, self.offset, self.wide
 
 
@@ -202,7 +202,7 @@ def is_scaled_by_root(value: Any) -> bool:
 
 
 def is_sum(value: Any) -> bool:
-    """Return whether the value is an addition of two tensors of its own shape, such as a residual add."""
+    """Return whether the value is a sum of two tensors, both of the sum's shape, such as a residual add."""
     return is_call(value, aten.add.Tensor) and all(
         isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
     )

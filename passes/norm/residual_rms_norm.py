@@ -108,7 +108,7 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by the kernel."""
+    """Return the RMSNorm of x + residual, and x + residual, [T, D] each, computed by the kernel; see `reference`."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
@@ -149,7 +149,7 @@ class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of RMSNorms whose input is a sum of two hidden states [T, D]."""
+        """Expect a match for each RMSNorm whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:

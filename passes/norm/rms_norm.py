@@ -103,7 +103,7 @@ def reference(
 def launch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """Return the result of `reference` [T, D], computed by the kernel. The last stride of x_TD must be 1."""
+    """Return RMSNorm(x) * (offset + weight), [T, D], by the kernel; see `reference`. The last stride of x must be 1."""
     num_tokens, hidden_size = x_TD.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     block = next_power_of_2(hidden_size)
@@ -142,9 +142,9 @@ class RMSNorm(GraphPass):
     name = "rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of RMSNorms over hidden states [T, D] that residual_rms_norm does not fuse.
+        """Expect a match for each RMSNorm over hidden states [T, D] that residual_rms_norm does not fuse.
 
-        Norms of a sum, and norms of an addend of such a sum, are not counted.
+        That pass fuses norms of a sum, and norms of an addend of such a sum.
         """
         scaled = list(scaled_by_roots(graph))
         sums = list(filter(is_sum, scaled))

@@ -130,9 +130,10 @@ def reference(
 def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by one kernel if the group's push buffer takes x.
+    """Return the RMSNorm of the all-reduced x plus the residual, and this sum, [T, D] each; see `reference`.
 
-    Otherwise the group's all-reduce runs first, then the kernel of residual_rms_norm.
+    One kernel computes both if the group's push buffer takes x. Otherwise the group's all-reduce runs first, then the
+    kernel of residual_rms_norm.
     """
     pushed = current_group().pushed
     if pushed is not None and pushed.takes(x_TD):
@@ -143,7 +144,7 @@ def launch(
 def push(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by one kernel that exchanges rows through the push buffer.
+    """Return the RMSNorm of the all-reduced x plus the residual, and this sum, by one kernel that exchanges rows.
 
     All ranks call this function together, with the same number of tokens.
     """
@@ -215,7 +216,7 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `reference` with the norm quantised: codes [T, D], their scales [C, T], and the sum [T, D].
+    """Return the RMSNorm of the all-reduced x plus the residual as codes [T, D] and scales [C, T], and the sum [T, D].
 
     static_1: a scale from the checkpoint; None: compute scales from each row. rounding: the text form of a Rounding.
     """
@@ -251,7 +252,7 @@ def push_rounded(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `rounded_reference`, computed by one kernel that exchanges rows through the push buffer.
+    """Return the results of `rounded_reference`: codes, scales and the sum. One kernel exchanges the rows.
 
     All ranks call this function together, with the same number of tokens. Unlike `push`, it never uses `tagged_sum`.
     """
@@ -281,7 +282,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of RMSNorms of a sum of two hidden states [T, D], neither the result of a norm."""
+        """Expect a match for each RMSNorm of a sum of two hidden states [T, D] that are not results of norms."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 

@@ -144,12 +144,12 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed on GPUs.
+    """Return the norm of the sum over ranks plus the residual, and this sum, [T, D] each, computed on GPUs.
 
     For fewer than LEAST_TOKENS tokens, every rank computes all rows after an all-reduce, and the second result is valid
     in all rows. Otherwise a rank computes its own rows, and the second result is uninitialised in all others; one
     kernel does it if the group's push buffer takes x. All ops of a step have the same number of tokens, so a rank owns
-    the same rows in all of them.
+    the same rows in all of them. See `reference`.
     """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D
@@ -174,7 +174,7 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by one kernel that all ranks launch together.
+    """Return the norm of the sum over ranks plus the residual, and this sum, by one kernel on all ranks together.
 
     Rank r owns rows r, r + num_ranks, r + 2 * num_ranks, ... Other rows of the second result are uninitialised.
     """

@@ -62,7 +62,7 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of weights sharded along their input dimension, plus one for a sharded embedding.
+        """Expect a match for each weight sharded along its input dimension, and one for a sharded embedding.
 
         The embedding counts only in graphs with token ids as an input, which later pipeline stages lack.
         """
@@ -125,7 +125,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert an all-reduce after the node, let all users of the node read its result, and return the all-reduce."""
+    """Insert an all-reduce of the node's value, which all users of the node read from then on, and return it."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

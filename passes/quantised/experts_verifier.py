@@ -77,7 +77,7 @@ def verify_experts(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint as one rank reads it."""
+    """A random checkpoint with quantised expert matrices, as one rank reads it."""
 
     quantisation: Quantisation
     weights: Mapping[str, Parameter]  # all weights, by name
@@ -86,7 +86,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, weight: Parameter) -> torch.Tensor:
-        """Return this rank's part of a quantised weight's values, [E, N, K] in fp32."""
+        """Return the values, [E, N, K] in fp32, that this rank's codes of a weight must stand for."""
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
             matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
@@ -103,7 +103,7 @@ class _Checkpoint:
         return self._of_rank(self._stacked(weight.name, values), weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter that is not packed."""
+        """Return the checkpoint's values of this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
             return self._of_rank(self._stacked(name, lambda codes, scales, zeros, shape: codes), leaf.shard)
@@ -118,7 +118,7 @@ class _Checkpoint:
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
     def _stacked(self, name: str, part: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return the results of `part` for all projections: [experts, rows of all projections, ...].
+        """Return what `part` returns for each projection, stacked: [experts, rows of all projections, ...].
 
         part: takes the codes, scales, zero points and shape of one projection.
         """
@@ -133,7 +133,7 @@ class _Checkpoint:
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
     def _rounding(self, name: str) -> Rounding:
-        """Return the rounding of all projections, as the rules state it for the first."""
+        """Return the rounding of an expert matrix: the rules' for the first projection of the first expert in it."""
         prefix = name.rpartition(".")[0]
         scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
         if scheme is None:

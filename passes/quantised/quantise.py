@@ -40,7 +40,8 @@ class Quantise(GraphPass):
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Expect a match for each weight matrix that the rules name.
 
-        Embeddings are excepted, and matrices of which the graph reads parts (latent attention). They are decoded.
+        Two kinds are not counted, since they are decoded while loading: embeddings, and matrices of which the graph
+        reads parts, as in latent attention.
         """
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
@@ -113,12 +114,12 @@ def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Return whether rows of the parameter are looked up: by an embedding, as if embeddings are tied, or an index."""
+    """Return whether an embedding or an index reads rows of the parameter, which tied linears may read too."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
 def is_read_in_parts(weight: fx.Node) -> bool:
-    """Return whether a view of the parameter is read, where a linear reads its rows and columns."""
+    """Return whether the graph reads a view of the matrix, as latent attention does, instead of multiplying by it."""
     return any(user.target is aten.view.default for user in weight.users)
 
 
@@ -126,7 +127,7 @@ _EMBEDDINGS = (aten.embedding.default, aten.index.Tensor, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Return (rows, columns) that the rows and columns of a tile must divide; 0: no condition.
+    """Return (rows, columns) that must be multiples of a tile's rows and columns; 0: no condition.
 
     A tile must not cross the end of a rank's part of a section of rows, since linears are merged, or the end of a
     rank's columns.
@@ -183,7 +184,7 @@ def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
 
 
 def shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
-    """Return the shard of a matrix that has an element for each tile of the weight."""
+    """Return the shard of a matrix, such as scales, that has an element for each tile of the weight."""
     grid = Rounding("", rows, columns).grid(*shard.whole[-2:])
     whole = *shard.whole[:-2], *grid
     if shard.dim is None:

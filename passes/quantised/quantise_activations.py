@@ -37,14 +37,14 @@ class QuantiseActivations(GraphPass):
     kernel_token_counts = TOKEN_COUNTS
 
     def __init__(self, quantisation: Quantisation | None = None):
-        """Make the pass. quantisation: the model's rules, None without."""
+        """Make the pass. quantisation: the model's quantisation rules; None for a model that is not quantised."""
         self._quantisation = quantisation
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that is multiplied by matrices whose inputs are rounded by the rules."""
+        """Expect a match for each value that is multiplied by quantised matrices whose inputs the rules round."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -52,7 +52,7 @@ def verify_quantised(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint as one rank reads it."""
+    """A random checkpoint with quantised weights, as one rank reads it."""
 
     quantisation: Quantisation
     weights: Mapping[str, Parameter]  # all weights, by name
@@ -61,7 +61,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a quantised weight's values, in fp32."""
+        """Return the values, in fp32, that this rank's codes of a weight must stand for."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]
@@ -87,7 +87,7 @@ class _Checkpoint:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter that is not packed."""
+        """Return the checkpoint's values of this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
@@ -103,11 +103,11 @@ class _Checkpoint:
         return self._of_rank(self._random(leaf.name, shape).to(leaf.torch_dtype), leaf.shard)
 
     def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the undivided codes, and scales over three decades, as the rules state them."""
+        """Return the undivided codes and scales of a weight, random and in the format that the rules state."""
         return random_codes(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _zeros(self, name: str) -> torch.Tensor:
-        """Return undivided zero points."""
+        """Return the undivided, random zero points of a weight."""
         return random_zeros(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _whole(self, name: str) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> to
 def random_codes(
     name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of this shape, and scales over three decades. Both depend on the name alone."""
+    """Return random codes of a weight of this shape, and scales that span three decades; both follow from the name."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
     if rounding.format.scales == torch.uint8:
         scales = scales.log2().round().add(127).to(torch.uint8)
@@ -218,9 +218,9 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """Return the rounding of a weight that is quantised while loading.
+    """Return the rounding of a weight that is quantised while loading, with tiles that end where a rank's part ends.
 
-    Each rank quantises its own part, so tiles are cut to end where the part does.
+    Each rank quantises its own part.
     """
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]

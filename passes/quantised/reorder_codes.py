@@ -32,7 +32,7 @@ class ReorderCodes(GraphPass):
         return None if device_type == "cuda" else "only a kernel of Hopper reads another order"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Require no match: which linears fit is known only after merging. Notes name the linears that do not fit."""
+        """Expect no match: which linears fit is known only after merging. Notes name the linears that do not fit."""
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -38,7 +38,10 @@ class _Match(NamedTuple):
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """Return the multiplications around a convolution, or why they cannot move into its op; None without any."""
+    """Return the multiplications around a convolution that can move into its op; None if there are none.
+
+    Returns the reason if there are some that cannot move.
+    """
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
     operands = next(iter(factors(x)), ())

@@ -102,7 +102,7 @@ def reference(
 def launch(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `reference`, computed by the kernel."""
+    """Return cos and sin of the rotary angles, times `scale`, computed by the kernel; see `reference`."""
     num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[-1]
     cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
     rope_angles_kernel[(num_tokens,)](
@@ -142,7 +142,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of calls of cos in the graph."""
+        """Expect a match for each call of cos."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -56,7 +56,7 @@ def unfused(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """Do the work of rope_attend in two calls: rope_kv_write, then `attention`. The arguments are those of rope_attend.
+    """Norm, rotate, write to the cache and attend as rope_attend does, in two calls: rope_kv_write, then `attention`.
 
     attention: `attend`, or a function with its arguments that makes the call later, between CUDA graphs.
     """

@@ -63,7 +63,7 @@ def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple
 
 
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return cos or sin of each pair, [T, 1, p], repeated for both elements of the pair: [T, 1, 2 p].
+    """Return cos or sin for each element of a head, [T, 1, 2 p], from those of each pair of elements, [T, 1, p].
 
     interleaved: the elements of a pair are neighbours; otherwise they are p apart.
     """

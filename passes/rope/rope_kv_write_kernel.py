@@ -179,9 +179,10 @@ def launch(
     kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
-    """Do the work of rope_kv_write with the kernel, and return q, contiguous [T, H, d].
+    """Norm and rotate q and k, store k and v in the cache by the kernel, and return q, contiguous [T, H, d].
 
-    Raises ValueError if the cache is not contiguous, or if q, k, v, cos or sin has a last stride other than 1.
+    See rope_kv_write. Raises ValueError if the cache is not contiguous, or if q, k, v, cos or sin has a last stride
+    other than 1.
     """
     how = Rotation(*rotation)
     cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d

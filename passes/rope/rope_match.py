@@ -26,7 +26,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The variant of a rotation. The fields are the last ones of Rotation, in the same order."""
+    """The variant of a rotation, in fields with the names and the order of the last fields of Rotation."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
@@ -122,7 +122,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """Yield matches of x * cos + turned(x) * sin.
+    """Yield matches of a value with x * cos + turned(x) * sin.
 
     turned(x), rotate_half in transformers, is (-second, first). first and second are the halves of x, or the two
     elements of each pair of neighbours.
@@ -167,7 +167,7 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
-    """Return x if the node is turned(x), see `_as_sum`; otherwise None.
+    """Return x if the node is turned(x), x with its halves swapped and one negated; otherwise None. See `_as_sum`.
 
     interleaved: for pairs of neighbouring elements rather than halves.
     """

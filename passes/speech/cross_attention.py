@@ -47,7 +47,7 @@ def launch(
     length: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the result of `reference`, computed by the kernel."""
+    """Return the attention of each query to its clip's keys, [T, H, d], computed by the kernel; see `reference`."""
     from compiled_engine.passes.speech.cross_attention_kernel import attend_to_clips  # Triton is optional
 
     return attend_to_clips(q_THd, k_EHd, v_EHd, clip_T, length, scale)

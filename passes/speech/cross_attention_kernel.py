@@ -79,7 +79,10 @@ def attend_to_clips(
     length: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the result of `cross_attention.reference`. Keys and values must be contiguous."""
+    """Return the attention of each query to its clip's keys, by the kernel; see cross_attention.reference.
+
+    Keys and values must be contiguous.
+    """
     q_THd = q_THd.contiguous()
     out_THd = torch.empty_like(q_THd)
     num_tokens, num_heads, head_dim = q_THd.shape

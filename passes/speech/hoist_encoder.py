@@ -25,16 +25,16 @@ KINDS = ("keys", "values")
 
 
 def cross_parameters(layer: int, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> list[Parameter]:
-    """Describe the kept keys and values of a layer's cross-attention, [num_rows, H, d] each."""
+    """Return the parameters that hold keys and values of a layer's cross-attention, [num_rows, H, d] each."""
     shape, name = (num_rows, num_heads, head_dim), str(dtype).removeprefix("torch.")
     return [Parameter(f"cross_{kind}.{layer}", shape, name, KEPT) for kind in KINDS]
 
 
 class HoistEncoder(GraphPass):
-    """Leaves one part of a decoder's graph.
+    """Cuts a decoder's graph at the keys and values of cross-attention, and keeps one of the two parts.
 
-    hoists: the part that computes keys and values, and returns those of all layers in order; otherwise the rest, which
-    reads `num_rows` rows of keys and values of each layer.
+    hoists: keep the part that computes keys and values, and return those of all layers in order; otherwise keep the
+    rest, which reads `num_rows` rows of keys and values of each layer.
     """
 
     name = "hoist_encoder"
@@ -45,7 +45,7 @@ class HoistEncoder(GraphPass):
         self._whole: fx.Graph | None = None  # the graph before the cut
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect keys and values for each cross-attention."""
+        """Expect two matches, for keys and for values, in each cross-attention."""
         return 2 * len(graph.find_nodes(op="call_function", target=cross_attention))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -97,18 +97,22 @@ class HoistEncoder(GraphPass):
                 call.replace_input_with(value, add_parameter(graph, parameter))
 
     def _is_left(self, placeholder: fx.Node) -> bool:
-        """Return whether the part has no use for an unused argument: the step's, or the encoder's result."""
+        """Return whether the pass removes an argument that no node reads.
+
+        These are the step's arguments in the part that computes keys and values, and the encoder's result in the other
+        part.
+        """
         return (source_of(placeholder).name == ENCODED) != self._hoists
 
 
 def _border(graph: fx.Graph) -> list[fx.Node]:
-    """Return keys and values of each cross-attention in turn."""
+    """Return the nodes of the keys and of the values of each cross-attention in turn."""
     calls = graph.find_nodes(op="call_function", target=cross_attention)
     return [named(call)[name] for call in calls for name in ("k_EHd", "v_EHd")]
 
 
 def _keep_ancestors(graph: fx.Graph) -> None:
-    """Erase all calls that the graph's results do not depend on, also of ops that write to their arguments."""
+    """Erase all calls that the graph's results do not depend on, even those of ops that write to their arguments."""
     needed = {graph.output_node()}
     for node in reversed(graph.nodes):
         if node in needed:

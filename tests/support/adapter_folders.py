@@ -83,13 +83,13 @@ def digest_of(folder: Path) -> str:
 
 
 def merged(base: Path, adapter: Path | None) -> nn.Module:
-    """Transformers' model with an adapter; the embedding stays as it is."""
+    """Return transformers' model with an adapter merged; the embedding stays as it is."""
     model = load_checkpoint(base, torch.float32)
     return model if adapter is None else merge(model, adapter)
 
 
 def merge(model: nn.Module, adapter: Path) -> nn.Module:
-    """Put W + scale * B A in the place of each adapted W of a model."""
+    """Replace each adapted weight W of a model by W + scale * B A, in place."""
     for name, each in read_adapter(adapter).linears.items():
         module = model.get_submodule(name)
         changed_NK = module.weight + each.scale * (each.b_NR @ each.a_RK)
@@ -98,7 +98,7 @@ def merge(model: nn.Module, adapter: Path) -> nn.Module:
 
 
 def assert_is_of(model: nn.Module, output: RequestOutput) -> None:
-    """Prompt log-probabilities within 3e-4, and the tokens that the model finds likeliest."""
+    """Assert that an output has the model's prompt log-probabilities to 3e-4, and the model's most likely tokens."""
     ids, new = output.prompt_token_ids, output.outputs[0].token_ids
     logits = model(torch.tensor([[*ids, *new]])).logits[0]
     expected = logits.log_softmax(-1)

@@ -38,7 +38,7 @@ def run(main: Awaitable[Result]) -> Result:
 
 
 async def idle(engine: AsyncLLM) -> dict[str, Any]:
-    """Wait until the core has taken in what was sent; nothing may be held then."""
+    """Wait until the core has processed all messages; assert that it then holds nothing. Returns its metrics."""
     metrics = await engine.metrics()
     assert (metrics["running"], metrics["waiting"]) == (0, 0)
     assert metrics["blocks_free"] == metrics["blocks_total"]

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True)
 class Request:
-    """`query_len` new tokens after which the context is seq_len long; seq_len 0 is a padding row."""
+    """A request's `query_len` new tokens, with which its context is seq_len long; seq_len 0 is a padding row."""
 
     seq_len: int
     query_len: int
@@ -33,29 +33,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts.
-    block_size 0: that which the backend has by default. storage: of keys and values, see kv_format. image: of each
-    request, this many of the new tokens but the first see each other."""
+    """The shape of a batch for attention; `build` makes the tensors. Leading requests with one query are decodes."""
 
     name: str
     requests: tuple[Request, ...]
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    block_size: int = 0
+    block_size: int = 0  # 0: the backend's default
     sliding_window: int = 0
-    bound: int = 0
+    bound: int = 0  # of the contexts, as the host knows it
     soft_cap: float = 0.0
     sinks: bool = False
-    storage: str = AUTO
-    image: int = 0
+    storage: str = AUTO  # of keys and values, see kv_format
+    image: int = 0  # so many new tokens of each request, after the first, see each other
 
     def sized(self, backend_name: str) -> Case:
-        """The case with the block size that the backend is to have."""
+        """Return the case with a block size: its own, or the default one of the backend."""
         return replace(self, block_size=self.block_size or get_backend(backend_name).default_block_size)
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
-        """The case as a backend is asked for it."""
+        """Return the facts of the case by which a backend decides whether it supports it."""
         return AttentionCase(
             device_type,
             dtype,
@@ -71,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors of a case. `garbage` stands wherever a backend must neither read nor write.
+    """The tensors of a case, with garbage wherever a backend must neither read nor write.
 
     expected_THd: float64, from the dense reference. expected_cache_N2PKd: the cache after the step.
     """
@@ -104,12 +102,12 @@ WINDOWS = (512, 1024, 2047, 2048, 4096)
 
 
 def around(window: int) -> tuple[int, ...]:
-    """Contexts below, at, just above and far above a window."""
+    """Return context lengths below, at, just above and far above a window."""
     return window - 1, window, window + 1, window + 31, window * 3 // 2
 
 
 def windowed(window: int, name: str = "") -> Case:
-    """Decodes around a window, and a prompt and a chunk that is longer."""
+    """Return a case of decodes around a window, with a prompt and a chunk that are longer than the window."""
     requests = (*decodes(*around(window)), Request(3, 3), Request(window + 20, 37))
     return Case(name or f"window of {window}, mixed", requests, 2, 1, sliding_window=window)
 
@@ -204,7 +202,7 @@ _BY_NAME = {case.name: case for case in _SMALLER}
 
 
 def interpreted(*cases: Case, every: bool = True) -> tuple[Case, ...]:
-    """The cases as the interpreter runs them; every: those that `--all` adds too."""
+    """Return the cases as Triton's interpreter runs them. every: also those that only `--all` runs."""
     return tuple(_BY_NAME.get(case.name, case) for case in cases if every or case.name not in _WITH_ALL)
 
 
@@ -270,7 +268,7 @@ WITH_GARBAGE = tuple(
 def build(
     case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", garbage: float = math.nan, seed: int = 0
 ) -> Batch:
-    """Random values in a shuffled cache. The same seed gives the same real values whatever the garbage."""
+    """Return random tensors for a case, with blocks in random order. Real values follow from the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     block_size, num_kv_heads, head_dim = case.block_size or 16, case.num_kv_heads, case.head_dim
     blocks_of = [-(-request.seq_len // block_size) for request in case.requests]
@@ -354,7 +352,7 @@ def build(
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, garbage: float) -> torch.Tensor:
-    """A cache full of garbage. In 8 bits that is codes of 1, and scales that are NaN or large."""
+    """Return a cache full of garbage. In 8 bits that is codes of 1, and scales that are NaN or large."""
     if not is_coded(dtype):
         return torch.full(shape, garbage, dtype=dtype)
     return torch.full(shape, 0xFF if math.isnan(garbage) else 0x46, dtype=torch.uint8).view(dtype)
@@ -367,7 +365,7 @@ def dense(
     scoring: Scoring,
     keys_ahead_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by its definition, in float64: the queries are the last Q of L positions."""
+    """Return attention by its definition, in float64: the queries are the last Q of L positions."""
     group = q_QHd.shape[1] // k_LKd.shape[1]
     k_LHd, v_LHd = (values.double().repeat_interleave(group, dim=1) for values in (k_LKd, v_LKd))
     scores_HQL = torch.einsum("qhd,lhd->hql", q_QHd.double(), k_LHd) * scoring.scale
@@ -387,7 +385,7 @@ def dense(
 
 
 def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
-    """Write K and V, then attend into an output full of NaN."""
+    """Write K and V to the cache, then attend into an output full of NaN, which is returned."""
     backend = get_backend(backend_name)
     out_THd = torch.full_like(batch.q_THd, math.nan)
     slots_T, kv_scales_2K = batch.inputs.slot_mapping_T, batch.scoring.kv_scales_2K
@@ -397,7 +395,7 @@ def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
 
 
 def refusal(backend_name: str, case: AttentionCase) -> str | None:
-    """Why the backend refuses the case; None where it accepts it."""
+    """Return why the backend refuses the case; None if it accepts it."""
     try:
         get_backend(backend_name).accept(case)
     except (Refused, ImportError) as error:
@@ -406,8 +404,10 @@ def refusal(backend_name: str, case: AttentionCase) -> str | None:
 
 
 def mistake(case: Case, batch: Batch, out_THd: torch.Tensor, tolerance: float | None = None) -> str | None:
-    """What is wrong with the cache and the output after a step; None when nothing is. tolerance: of the dtype, if
-    none is given."""
+    """Return the mistake in the cache or the output after a step, as text; None if both are right.
+
+    tolerance: None for that of the output's dtype.
+    """
     tolerance = tolerance or TOLERANCE[out_THd.dtype]
     cache_N2PKd, out_THd = batch.kv_cache_N2PKd.cpu(), out_THd.cpu()
     if not same_cache(cache_N2PKd, batch.expected_cache_N2PKd):
@@ -422,7 +422,7 @@ def mistake(case: Case, batch: Batch, out_THd: torch.Tensor, tolerance: float | 
 
 
 def same_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
-    """Whether two caches hold the same. A few codes may be neighbours: devices divide in different ways."""
+    """Return whether two caches are equal, except for a few codes that are neighbours: devices divide differently."""
     if not is_coded(one_N2PKd.dtype):
         return torch.allclose(one_N2PKd, other_N2PKd, rtol=0, atol=0, equal_nan=True)
     (codes, *scales), (other_codes, *other_scales) = planes(one_N2PKd), planes(other_N2PKd)
@@ -435,7 +435,7 @@ def same_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
 
 
 def near_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
-    """Whether two caches of 8 bits hold the same but for neighbouring codes."""
+    """Return whether two 8-bit caches are equal, except for codes that are neighbours."""
     one, other = (values_in(cache.cpu()) for cache in (one_N2PKd, other_N2PKd))
     largest = other.abs().amax(-1, keepdim=True)
     nearest = torch.where(other.isnan(), 0, largest / 60 if one_N2PKd.dtype is torch.uint8 else other.abs() / 7 + 0.01)
@@ -443,13 +443,13 @@ def near_cache(one_N2PKd: torch.Tensor, other_N2PKd: torch.Tensor) -> bool:
 
 
 def values_in(cache_N2PKd: torch.Tensor) -> torch.Tensor:
-    """What the codes of a cache stand for, an FP8 cache without its scales."""
+    """Return the values that the codes of a cache stand for, those of an FP8 cache without their scales."""
     codes, *scales = planes(cache_N2PKd)
     return decode(codes, scales[0] if scales else None, cache_N2PKd.dtype)
 
 
 def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype, tolerance: float | None = None) -> str:
-    """Run a case: "right", "refused: " and the reason, or "wrong: " and what is. tolerance: see mistake."""
+    """Run a case. Returns "right", "refused: " and the reason, or "wrong: " and the mistake. tolerance: see mistake."""
     case = case.sized(backend_name)
     reason = refusal(backend_name, case.asked(torch.device(device).type, dtype))
     if reason:
@@ -467,8 +467,10 @@ def wrong_layers(
     dtype: torch.dtype,
     captured: bool = False,
 ) -> list[str]:
-    """Mistakes of layers with and without a window that attend with one planned list. captured: and then in a CUDA
-    graph."""
+    """Return the mistakes of layers with and without a window that attend with the same plan.
+
+    captured: attend also in a CUDA graph.
+    """
     backend = get_backend(backend_name)
     heads = 8 if len(requests) > 16 else 1
     block_size = backend.default_block_size
@@ -498,7 +500,7 @@ def wrong_layers(
 
 
 def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a real row changes in any bit with what stands in padding rows, unused slots and unused blocks."""
+    """Return whether any bit of a real row depends on padding rows, unused slots or unused blocks."""
     outputs = []
     for garbage in (math.nan, 1e4):
         batch = build(case, dtype, device, garbage=garbage)
@@ -507,9 +509,9 @@ def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype
 
 
 def depends_on_neighbours(backend_name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a decode or a chunk of a prompt changes in any bit with the other requests of a batch of the same size.
+    """Return whether any bit of a decode or a prompt's chunk depends on the batch's other requests.
 
-    The host knows of no decodes, as when a graph of any batch is captured.
+    The batch's size stays the same. The host knows of no decodes, as when a graph of any batch is captured.
     """
     first, others = (Request(700, 1), Request(90, 40)), (*decodes(900, 300), Request(400, 37), Request(500, 50))
     case = Case("", (*first, *others), num_heads=4, num_kv_heads=1, bound=4096)
@@ -529,7 +531,7 @@ def depends_on_neighbours(backend_name: str, device: str = "cpu", dtype: torch.d
 def listed_work(
     device: str, lens: list[int], seq_lens: list[int], num_kv_heads: int, queries: int, min_keys: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
-    """What the work list of a batch holds: its splits, its tiles, and whether no split has arrived."""
+    """Return the splits and the tiles in a batch's work list, and whether all counts of arrived splits are 0."""
     from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
     from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 
@@ -552,7 +554,7 @@ def listed_work(
 
 
 def wrong_lists(device: str = "cpu", batches: int = 12) -> list[int]:
-    """Random batches of which the work list is not what it should be, by seed."""
+    """Return the seeds of random batches whose work list is wrong."""
     from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 
     wrong = []
@@ -573,7 +575,7 @@ def wrong_lists(device: str = "cpu", batches: int = 12) -> list[int]:
 
 
 def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
-    """The cases by type: fp32, and tiles in fp16, as other types Triton's interpreter computes wrongly."""
+    """Return the cases by dtype: all in fp32, and tiles in fp16; the interpreter computes other dtypes wrongly."""
     return {
         torch.float32: interpreted(*CASES, every=every),
         torch.float16: interpreted(*(PLAIN if every else TILES)),
@@ -581,19 +583,19 @@ def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
 
 
 def wrong_images(backend_name: str, device_type: str, dtype: torch.dtype) -> dict[str, str]:
-    """What is wrong in each case with images; nothing for those that are right."""
+    """Return the mistake in each case with images that is wrong, by the case's name."""
     cases = IMAGES if backend_name == "cpp" else (*IMAGES, WIDE_IMAGES)  # which has no such heads
     found = {case.name: outcome(backend_name, case, device_type, dtype) for case in cases}
     return {name: said for name, said in found.items() if said != "right"}
 
 
 def main_of_images(backend_name: str) -> None:
-    """Print what is wrong with images."""
+    """Print the mistakes in cases with images as JSON."""
     print(json.dumps(wrong_images(backend_name, "cpu", torch.float32)))
 
 
 def main(backend_name: str, every: bool) -> None:
-    """Print the outcomes. every: also of the cases whose branches others take."""
+    """Print the outcomes of all cases as JSON. every: also of the cases that only `--all` runs."""
     outcomes: dict[str, object] = {
         str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in cases}
         for dtype, cases in run_in_the_interpreter(every).items()

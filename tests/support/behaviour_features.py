@@ -76,24 +76,22 @@ METRICS_OF_GRAPHS = ("graph_replays_by_key", "graph_fallbacks_by_reason", "graph
 
 @dataclass(frozen=True)
 class Feature:
-    """prepare: writes into an empty folder what the engine needs, and gives its options, `model` among them. run: what
-    comes of the requests of an engine. arguments: of generate, for the steady step. begin: called before the first
-    run. chosen: the number of drafts is drawn at random instead of by time. ways: of WAYS, for a CPU. traced: the
-    steady step of two requests is counted: not where texts are pooled, nor of a pipeline, which has steps of others in
-    between."""
+    """A feature for the record: the options of an engine with it, and requests that use it."""
 
+    # Writes what the engine needs into an empty folder, and returns the engine's options, `model` among them.
     prepare: Callable[[Path], dict[str, Any]]
-    run: Callable[[LLM, Path], Any] = field(default_factory=lambda: generated)
-    arguments: Callable[[Path], dict[str, Any]] = lambda folder: {}
-    begin: Callable[[LLM], Any] = lambda llm: None
-    chosen: bool = False
-    ways: tuple[str, ...] = ("eager", "graphs", "compiled")
+    run: Callable[[LLM, Path], Any] = field(default_factory=lambda: generated)  # returns the results of requests
+    arguments: Callable[[Path], dict[str, Any]] = lambda folder: {}  # of generate, for the steady step
+    begin: Callable[[LLM], Any] = lambda llm: None  # called before the first run
+    chosen: bool = False  # the number of drafts is drawn at random instead of by time
+    ways: tuple[str, ...] = ("eager", "graphs", "compiled")  # keys of WAYS, for a CPU
+    # The steady step of two requests is counted: not with pooling, nor in a pipeline, which has other steps in between.
     traced: bool = True
     on_gpu: bool = True
 
 
 def generated(llm: LLM, folder: Path, **more: Any) -> Any:
-    """Texts and log-probabilities of requests with every kind of sampling, the second time from cached prefixes."""
+    """Return texts and log-probabilities of requests with every kind of sampling."""
     return outputs_of(llm, [dict(SAMPLING[number % len(SAMPLING)]) for number in range(len(TEXTS))], **more)
 
 
@@ -112,26 +110,26 @@ def rounded(entries: Any) -> list[dict[str, float]]:
 
 
 def prompt_logprobs(llm: LLM, folder: Path) -> Any:
-    """Some requests ask for them, others come in between."""
+    """Return the results of requests, some of which ask for prompt log-probabilities."""
     sampling = [SAMPLING[number % 2] | {"prompt_logprobs": (None, 0, 2)[number % 3]} for number in range(len(TEXTS))]
     return outputs_of(llm, sampling)
 
 
 def constrained(llm: LLM, folder: Path) -> Any:
-    """Requests with grammars and without."""
+    """Return the results of requests with and without grammars."""
     given = [GRAMMARS[number % len(GRAMMARS)] for number in range(len(TEXTS))]
     sampling = [SAMPLING[1] | ({} if one is None else {"structured_outputs": one}) for one in given]
     return outputs_of(llm, sampling)
 
 
 def compile_grammars(llm: LLM) -> None:
-    """One after the other: else it is their time that decides which request begins first."""
+    """Compile the grammars one after the other; otherwise their times would decide which request begins first."""
     for one in filter(None, GRAMMARS):
         llm.generate(TEXTS[0], SamplingParams(max_tokens=1, structured_outputs=one), use_tqdm=False)
 
 
 def adapters_of(folder: Path) -> list[LoRARequest | None]:
-    """For each text one of three, or none; the engine has two slots."""
+    """Return for each text one of three adapters, or none; the engine has two slots."""
     made = [LoRARequest(f"adapter {number}", number, folder / str(number)) for number in (1, 2, 3)]
     return [[None, *made][(number * 3) % 4] for number in range(len(TEXTS))]
 
@@ -145,12 +143,12 @@ def with_adapters(folder: Path) -> dict[str, Any]:
 
 
 def embedded(llm: LLM, folder: Path) -> Any:
-    """Vectors of texts, to four digits."""
+    """Return the embeddings of texts, to four digits."""
     return [vector(each.outputs.embedding) for each in llm.embed(list(TEXTS), use_tqdm=False)]
 
 
 def embedded_by_token(llm: LLM, folder: Path) -> Any:
-    """Vectors of texts, and of each of a text's tokens."""
+    """Return the embeddings of texts, and of each token of a text."""
     by_token = llm.encode(list(TEXTS[:3]), pooling_task="token_embed", use_tqdm=False)
     return embedded(llm, folder) + [vector(each.outputs.data) for each in by_token]
 
@@ -165,7 +163,7 @@ def vector(values: Any) -> list[float]:
 
 
 def in_folder(make: Callable[..., Any], **given: Any) -> Callable[[Path], dict[str, Any]]:
-    """Prepare a folder with a function that writes a model with its tokenizer into it."""
+    """Return a `prepare` function that writes a model with its tokenizer into a folder by calling `make`."""
 
     def prepare(folder: Path) -> dict[str, Any]:
         make(folder, **given)
@@ -181,7 +179,7 @@ def with_recurrences(folder: Path) -> dict[str, Any]:
 
 
 def recurrent(llm: LLM, folder: Path) -> Any:
-    """Prompts that part at several places, so that snapshots of states are taken and found."""
+    """Return the results of prompts that part at several places, so that snapshots of states are taken and found."""
     shared = [(7 * place) % 60 for place in range(160)]
     prompts = [{"prompt_token_ids": shared[: 40 * (number % 5)] + [number] * 9} for number in range(9)]
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True, detokenize=False)
@@ -238,9 +236,9 @@ QUICK = ("eager", "graphs")
 
 
 def record_feature(name: str, way: str, folder: Path, cache_dir: Path) -> dict[str, Any]:
-    """What an engine with the feature makes of its requests, in a folder that is empty or was prepared before.
+    """Return a record of an engine with the feature: outputs, messages, metrics and the costs of a step.
 
-    The same requests come twice, the second time to cached prefixes.
+    The same requests come twice, the second time to cached prefixes. folder: empty, or prepared before.
     """
     feature = FEATURES[name]
     options = OPTIONS | feature.prepare(folder) | WAYS[way]
@@ -264,7 +262,7 @@ def record_feature(name: str, way: str, folder: Path, cache_dir: Path) -> dict[s
 
 
 def kernels(work: Callable[[], Any]) -> dict[str, int]:
-    """How often each kernel runs, and what the host calls to launch them."""
+    """Return how often each kernel runs during `work`, and each CUDA call that launches kernels, by name."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         work()
@@ -294,7 +292,7 @@ def _gained(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tup
 
 
 def _difference(before: Any, after: Any) -> Any:
-    """Of two counts, or of counts by name, at any depth; without names that counted nothing."""
+    """Subtract counts, or counts by name at any depth, of `before` from those of `after`; names with 0 are left out."""
     if isinstance(after, Mapping):
         found = {str(name): _difference((before or {}).get(name, 0), value) for name, value in after.items()}
         return {name: value for name, value in found.items() if value}

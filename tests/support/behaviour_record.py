@@ -76,7 +76,7 @@ PARAMS = (
 
 
 class _Alone:
-    """In a group's place where only the rank's number is asked for."""
+    """Takes the place of a group where only the rank's number and the group's size are needed."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -90,7 +90,7 @@ def digest(data: bytes) -> str:
 
 
 def record_of(folder: Path, options: dict[str, Any], cache_dir: Path) -> dict[str, Any]:
-    """Of the checkpoint in the folder, by an engine with these options."""
+    """Return the record of a checkpoint, made by an engine with these options."""
     with LLM(folder, cache_dir=cache_dir, **OPTIONS | options) as llm:
         given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = [output for params in PARAMS for output in llm.generate(given, params, use_tqdm=False)]
@@ -110,7 +110,7 @@ def _rounded(entries: Any) -> list[dict[str, float]]:
 
 
 def _compiled(entry: Path) -> dict[str, Any]:
-    """Digests of plans, digests of pieces, and how often all pieces of the entry call each op."""
+    """Return digests of plans and of pieces, and how often all pieces of the entry call each op."""
     called: Counter[str] = Counter()
     pieces = sorted(entry.rglob("pieces/*.json"))
     for piece in pieces:
@@ -120,7 +120,7 @@ def _compiled(entry: Path) -> dict[str, Any]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Names of the ops in a piece's JSON."""
+    """Yield the names of the ops in a piece's JSON."""
     if isinstance(value, str) and "::" in value:
         yield value
     elif isinstance(value, dict | list):
@@ -129,7 +129,7 @@ def _targets(value: Any) -> Iterator[str]:
 
 
 def _parameters(config: EngineConfig) -> Iterator[tuple[str, dict[str, str]]]:
-    """By rank, by name: a digest of the bytes, with shape and dtype."""
+    """Yield (rank, parameter name -> digest of its bytes, with shape and dtype)."""
     size = config.parallel.tensor_parallel_size
     stages = stages_of(config.parallel.stage_layers, config.model.num_layers)
     compiled = compile_model(config, build_model, SilentProgress(), Timeline())
@@ -182,7 +182,10 @@ def of_scheduler(examples: int = 200, seeds: Sequence[int] = range(4)) -> Iterat
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
-    """Each value that differs, by its place. What is no difference begins with NO_DIFFERENCE."""
+    """Yield each difference of two records, with its place in them.
+
+    Lines that begin with NO_DIFFERENCE only inform, for instance of a step that costs less.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
         gone, new = before.keys() - after.keys(), after.keys() - before.keys()
         for name in sorted(gone):
@@ -199,7 +202,7 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
 
 
 def is_digest(value: Any) -> bool:
-    """Return whether a value is a digest of message_record.py, or of bytes."""
+    """Return whether a value is a digest of messages or of bytes."""
     return isinstance(value, str) and re.search(r"\b[0-9a-f]{16}$", value) is not None
 
 

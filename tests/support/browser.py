@@ -29,8 +29,7 @@ CHROMIUM = [
 
 @dataclass(frozen=True)
 class Visit:
-    """A page in a window of so many pixels. It is opened when it is first looked at, each time in a new profile: for
-    its picture and its console, and for its document."""
+    """A page in a window of a given width. Picture and document are loaded once each, in new browser profiles."""
 
     page: Path
     fragment: str = ""
@@ -39,12 +38,12 @@ class Visit:
 
     @cached_property
     def dom(self) -> str:
-        """The document as HTML."""
+        """The document as HTML, after its scripts have run."""
         return self._run("--dump-dom")[0]
 
     @property
     def console(self) -> list[str]:
-        """Each line that was printed there, errors too."""
+        """The lines that the page printed on its console, errors included."""
         return re.findall(r":CONSOLE[:(].*", self._opened[1])
 
     @cached_property
@@ -54,7 +53,7 @@ class Visit:
 
     @cached_property
     def _opened(self) -> tuple[bytes, str]:
-        """The screenshot as PNG, and what Chromium wrote."""
+        """Open the page. Returns the screenshot as PNG, and the text that Chromium wrote."""
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder) / "page.png"
             _, errors = self._run(f"--screenshot={picture}")
@@ -71,5 +70,5 @@ class Visit:
 
 
 def _pixels(png: bytes) -> np.ndarray:
-    """The red, green and blue of a PNG of 8 bits."""
+    """Return the red, green and blue values of a PNG of 8 bits, [height, width, 3]."""
     return (imread(BytesIO(png))[:, :, :3] * 255).round().astype(np.uint8)

@@ -12,7 +12,7 @@ from compiled_engine.process.smallest_first import SmallestFirst
 
 @contextmanager
 def busy(threads: SmallestFirst) -> Iterator[None]:
-    """Work in each of them, which ends with the context."""
+    """Keep both threads busy within a block."""
     free = threading.Event()
     for size in (1 << 30, 0):
         working = threads.submit(size, lambda: free.wait(60))

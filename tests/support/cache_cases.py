@@ -31,7 +31,7 @@ FACTORS: dict[str, Any] = {
 
 
 class Builder:
-    """Writes an entry and counts how often it had to."""
+    """A build function that writes a small entry and counts its calls."""
 
     def __init__(self) -> None:
         self.builds = 0
@@ -56,12 +56,12 @@ LOADED = (b"artifact", "{}")
 
 
 def changed(section: str, **values: Any) -> dict[str, Any]:
-    """FACTORS with other values in one section; `__` in a name stands for a dot."""
+    """Return FACTORS with other values in one section; `__` in a name stands for a dot."""
     return FACTORS | {section: FACTORS[section] | {name.replace("__", "."): value for name, value in values.items()}}
 
 
 def build_once(root: Path, factors: dict[str, Any] = FACTORS) -> Path:
-    """The folder of a new entry."""
+    """Build an entry for these factors and return its folder."""
     return find_or_build(root, factors, Builder(), load).folder
 
 
@@ -84,7 +84,7 @@ def use_was(root: Path, key: str, seconds_ago: float) -> None:
 
 
 def three_entries(root: Path) -> CacheFolder:
-    """A cache with the three entries, used 30, 20 and 10 seconds ago."""
+    """Return a cache with three entries, used 30, 20 and 10 seconds ago."""
     for number, factors in enumerate(VARIANTS):
         build_once(root, factors)
         use_was(root, KEYS[number], 30 - 10 * number)

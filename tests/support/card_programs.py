@@ -23,18 +23,15 @@ TENSOR_MEMORY = 512
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled kernel: registers of a thread, bytes of a thread's stack and of a block's shared memory.
-
-    constants: values of the constexprs, by name. tensor_columns: columns of tensor memory.
-    """
+    """A compiled kernel, with the registers and memory that it takes."""
 
     kernel: str
-    constants: dict[str, Any]
+    constants: dict[str, Any]  # values of the constexprs, by name
     num_warps: int
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    tensor_columns: int
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread
+    shared_bytes: int  # of a block
+    tensor_columns: int  # of tensor memory
     is_gluon: bool
 
     def fits(self, card: Card) -> bool:

@@ -80,14 +80,11 @@ class CollectingRunner(Runner):
 
 
 class Collection(NamedTuple):
-    """The kernels that a start would compile on a card, or why the engine refuses the start there.
-
-    notes: of the passes, on which kernels compute quantised linears.
-    """
+    """The kernels that a start would compile on a card, or why the engine refuses the start there."""
 
     launches: tuple[Launch, ...] = ()
     refused: str = ""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # of the passes, on the kernels of quantised linears
 
 
 def collect(options: EngineOptions, card: Card) -> Collection:

@@ -34,7 +34,7 @@ class Card:
 
     @property
     def arch(self) -> int:
-        """The compute capability as compilers write it: 86 for 8.6."""
+        """The compute capability as compilers write it, such as 86 for 8.6."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property

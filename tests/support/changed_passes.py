@@ -32,7 +32,7 @@ class Silent(GraphPass):
 
 @dataclass(frozen=True)
 class Broken(Silent):
-    """A pass whose result is edited. reported: whether it reports its replacements."""
+    """A pass whose rewritten graph is then edited. reported: whether it reports its replacements."""
 
     edit: Edit
     reported: bool = True

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """source: the template; a second one, for requests with tools, is tool_use. contents: text, parts, or both.
-    arguments_as_text: arguments of calls have to be JSON in a string. one_call: of a message's calls, only the first is
-    read, and the message may have content or reasoning, not both. one_system: of several system messages at the
-    beginning, only the first is read."""
+    """A family's chat template, and how it reads messages."""
 
     source: str
-    tool_use: str | None = None
-    contents: str = "text"
-    arguments_as_text: bool = False
+    tool_use: str | None = None  # a second template, for requests with tools
+    contents: str = "text"  # text, parts, or both
+    arguments_as_text: bool = False  # arguments of calls must be JSON in a string
+    # Only the first call of a message is read; the message may have content or reasoning, not both.
     one_call: bool = False
-    one_system: bool = False
+    one_system: bool = False  # only the first of several system messages at the beginning is read
 
     @property
     def takes_tools(self) -> bool:
@@ -30,7 +28,7 @@ class Family:
 
 
 def _turns(form: str, last: str, *, before: str = "", refuse_system: bool = False) -> str:
-    """A turn for each message, by an expression of `message`."""
+    """Return a template with a turn for each message, made by the Jinja expression `form` of `message`."""
     refusal = "{% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" if refuse_system else ""
     return (
         f"{before}{{% for message in messages %}}{refusal}{{{{ {form} }}}}{{% endfor %}}"

@@ -80,7 +80,10 @@ def make_checkpoint(
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as transformers loads it: parameters in that dtype, rotary frequencies in fp32 (`.to` rounds them)."""
+    """Return the model as transformers loads it: parameters in `dtype`, rotary frequencies in fp32.
+
+    Model.to would round the frequencies.
+    """
     # By default transformers 5.17 leaves out the soft cap of Gemma 2.
     capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if capped else {}

@@ -19,7 +19,7 @@ KEYS = {"Enter": 13, "Tab": 9, "Escape": 27}
 
 
 class Page:
-    """A tab. `console`: what was printed there, refusals of the page's policy and uncaught errors included."""
+    """A browser tab. `console`: all printed lines, refusals of the page's policy and uncaught errors included."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
@@ -69,7 +69,7 @@ class Page:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression."""
+        """Return the value of a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
@@ -91,19 +91,19 @@ class Page:
                       modifiers=8 if shift else 0, **(text if kind == "keyDown" else {}))  # fmt: skip
 
     def show_as(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Size of the window in pixels, and which colours the user prefers."""
+        """Set the window's size in pixels, and whether the user prefers dark colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         colours = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[colours])
 
     def screenshot(self) -> bytes:
-        """As PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A browser with a profile of its own, and one page."""
+    """Start a browser with a new profile and one page, and yield the page."""
     profile = tempfile.mkdtemp()
     its_read, write = os.pipe()
     read, its_write = os.pipe()

@@ -26,7 +26,7 @@ def drafted(
     longest: int = 700,
     storages: tuple[str, ...] = (AUTO, AUTO, *(elements.name for elements in CODED)),
 ) -> tuple[Case, Batch]:
-    """A batch in rows of one token. Some requests have fewer drafts, and the batch ends with padding."""
+    """Return a batch in rows of one token. Some requests have fewer drafts, and the batch ends with padding."""
     random_ = random.Random(seed)
     heads, kv_heads, head_dim = random_.choice(shapes)
     query_len, count = random_.choice(QUERY_LENS), random_.randrange(1, 6)
@@ -49,8 +49,10 @@ def drafted(
 
 
 def in_rows(batch: Batch, real: list[int], query_len: int) -> Batch:
-    """The same tokens as rows. real: how many of each request's rows are not padding; their queries came one after the
-    other in the batch."""
+    """Return the batch with a row for each token.
+
+    real: how many of each request's rows are not padding; in `batch` a request's queries follow each other.
+    """
     inputs, device = batch.inputs, batch.q_THd.device
     starts = inputs.query_start_loc_R1.tolist()
     source, seq_lens, table = [], [], []
@@ -89,7 +91,7 @@ def in_rows(batch: Batch, real: list[int], query_len: int) -> Batch:
 
 
 def wrong(backend: str, seed: int, dtype: torch.dtype, device: str, **limits: object) -> str | None:
-    """The mistake of a backend in a batch; None where there is none."""
+    """Return the mistake of a backend in a random batch; None if there is none."""
     case, batch = drafted(seed, dtype, device, **limits)
     found = mistake(case, batch, step(backend, case, batch))
     return found and f"seed {seed}, {case}: {found}"

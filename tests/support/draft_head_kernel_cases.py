@@ -80,7 +80,7 @@ class HeadCase(DraftCase):
 
 
 def check(seed: int, device: torch.device) -> None:
-    """Follow a step, and begin drafts: the kernels on `device`, the references on the CPU."""
+    """Check the kernels of heads on `device` against their references on the CPU: follow a step, begin drafts."""
     shifted = seed % 2 == 1
     case, reference = HeadCase(seed, device, shifted=shifted), HeadCase(seed, torch.device("cpu"), shifted=shifted)
     unshifted = HeadCase(seed, torch.device("cpu"))

@@ -111,8 +111,7 @@ class DraftCase:
 
 
 def check(seed: int, device: torch.device) -> None:
-    """Prepare, also as without drafts, verify with two sets of tokens, draft: the kernels on `device`, the references
-    on the CPU."""
+    """Check the kernels of drafts on `device` against their references on the CPU: prepare, verify, draft."""
     for has_offsets in (False, True):
         case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
         batch = reference.batch
@@ -144,7 +143,7 @@ def check(seed: int, device: torch.device) -> None:
 
 
 def check_kept(seed: int, device: torch.device) -> None:
-    """Keep the drafts of a pass: the kernel on `device`, the reference on the CPU."""
+    """Check the kernel that keeps a pass's drafts on `device` against its reference on the CPU."""
     case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
     generator = np.random.default_rng(seed)
     num_rows = int(generator.integers(1, ROWS + 1))

@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def head_config(target: Path, **changes: Any) -> dict[str, Any]:
-    """config.json of a head of a model, in the original's spelling."""
+    """Return the config.json of a head for a model, in the format of EAGLE-3's authors."""
     model = json.loads((target / "config.json").read_text())
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -37,7 +37,7 @@ def head_config(target: Path, **changes: Any) -> dict[str, Any]:
 def random_tensors(
     config: dict[str, Any], seed: int = 0, *, num_aux_layers: int = 3, norm_before_fc: bool = False
 ) -> Tensors:
-    """All tensors of a head under the names of speculators, but no embedding."""
+    """Return all tensors of a head except an embedding, under the names of speculators' format."""
     size, vocab = config["hidden_size"], config.get("draft_vocab_size", config["vocab_size"])
     wide, rows = config.get("target_hidden_size", size) * num_aux_layers, config["intermediate_size"]
     query = config["num_attention_heads"] * config["head_dim"]
@@ -66,7 +66,10 @@ def random_tensors(
 
 
 def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, *, layer: str = "layers.0") -> Path:
-    """layer: the name of the layer in the file, `midlayer` in all spellings but that of speculators."""
+    """Write a head's folder, and return it.
+
+    layer: the name of the decoder layer in the file, `midlayer` in all formats but speculators'.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     named = {name.replace("layers.0", layer): tensor.contiguous() for name, tensor in tensors.items()}
@@ -75,7 +78,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, *, layer:
 
 
 def speculators_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same head as speculators write it."""
+    """Return a head's config.json in speculators' format."""
     own = ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "norm_before_residual", "norm_before_fc")
     layer = {name: value for name, value in config.items() if name not in (*own, "architectures")}
     return {
@@ -87,7 +90,7 @@ def speculators_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def specforge_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same head as SpecForge writes it, which counts the outputs of layers."""
+    """Return a head's config.json as SpecForge writes it, with layers counted by their outputs."""
     others = {name: value for name, value in config.items() if name != "eagle_aux_hidden_state_layer_ids"}
     ids = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
     return others | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
@@ -114,7 +117,7 @@ def sharp_attention(config: dict[str, Any], tensors: Tensors, values: torch.Tens
 
 
 def make_bigram_model(folder: Path) -> None:
-    """Let the model in a folder know a token by the one before alone: no layer adds anything."""
+    """Change the model in a folder so that a token's logits depend on the token before it alone: layers add nothing."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -124,9 +127,9 @@ def make_bigram_model(folder: Path) -> None:
 
 
 def write_exact_head(folder: Path, target: Path, factor: float = 1.0) -> Path:
-    """The head of a model that `make_bigram_model` has changed, always right. factor: of its logits.
+    """Write a head that always drafts the tokens of a model changed by `make_bigram_model`. factor: of its logits.
 
-    Attention puts the normalised embedding in the place of the features, whose norm is themselves.
+    Attention puts the normalised embedding in the place of the features, whose norm does not change them.
     """
     model = load_file(target / "model.safetensors")
     config = head_config(target)
@@ -140,8 +143,11 @@ def write_exact_head(folder: Path, target: Path, factor: float = 1.0) -> Path:
 
 
 def write_fitted_head(folder: Path, target: Path, token_ids: torch.Tensor) -> Path:
-    """A head of a model that is often right and often wrong: the best linear function, over these tokens [N, L], from
-    the input of the last layer and the next token's embedding to the last hidden state."""
+    """Write a head for a model that is right in some drafts and wrong in others.
+
+    It is the best linear function, over the tokens [N, L], from the input of the last layer and the next token's
+    embedding to the last hidden state.
+    """
     model = load_checkpoint(target, torch.float32)
     with torch.no_grad():
         states = model(token_ids, output_hidden_states=True).hidden_states
@@ -165,7 +171,7 @@ def write_fitted_head(folder: Path, target: Path, token_ids: torch.Tensor) -> Pa
 
 
 class Reference:
-    """A head in plain torch, on whole sequences: no cache, no batch."""
+    """A head in plain torch, which computes whole sequences without a cache."""
 
     def __init__(self, target: Path, config: dict[str, Any], tensors: Tensors) -> None:
         self.model, self.config, self.tensors = load_checkpoint(target, torch.float32), config, tensors
@@ -174,7 +180,7 @@ class Reference:
         return F.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def layer(self, token_ids: list[int], features: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, D] of positions from 0 on."""
+        """Return the head's hidden states [T, D] of positions from 0 on."""
         config, tensors = self.config, {name.removeprefix("layers.0."): each for name, each in self.tensors.items()}
         d = config["head_dim"]
         embedded = self.model.get_input_embeddings()(torch.tensor(token_ids))
@@ -196,7 +202,7 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        """The most probable tokens behind these, of which the model has not computed the last."""
+        """Return the `count` most probable tokens after token_ids, whose last token the model has not computed."""
         features, behind, found = self.features(token_ids[:-1]), token_ids[1:], []
         for _ in range(count):
             hidden = self.layer(behind, features)
@@ -206,7 +212,7 @@ class Reference:
         return found
 
     def features(self, token_ids: list[int]) -> torch.Tensor:
-        """What the model knows at each of these tokens, [T, D]."""
+        """Return the head's features [T, D] at each of these tokens, from the model's hidden states."""
         states = self.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         aux_hidden_states = torch.cat(
             [states[layer][0] for layer in self.config["eagle_aux_hidden_state_layer_ids"]], -1
@@ -216,5 +222,5 @@ class Reference:
         return aux_hidden_states @ self.tensors["fc.weight"].T
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the draft vocabulary."""
+        """Return logits over the draft vocabulary."""
         return self.norm("norm", hidden) @ self.tensors["lm_head.weight"].T

@@ -71,7 +71,7 @@ def _write(path: Path, model: Any) -> Any:
 
 
 def make_encoder(path: Path, family: str = "bert", **modules: Any) -> Any:
-    """Write a random encoder with a tokenizer and, if any are given, modules; the model."""
+    """Write a random encoder with a tokenizer and, if `modules` are given, modules; return the model."""
     config = FAMILIES[family]()
     model = _write(path, AutoModel.from_config(config, dtype=torch.float32))
     if modules:
@@ -80,7 +80,7 @@ def make_encoder(path: Path, family: str = "bert", **modules: Any) -> Any:
 
 
 def make_encoder_classifier(path: Path, family: str = "bert", num_labels: int = 3, **values: Any) -> Any:
-    """Write a random classifier with a tokenizer; the model."""
+    """Write a random classifier with a tokenizer, and return the model."""
     config = FAMILIES[family]()
     for name, value in {"num_labels": num_labels, **values}.items():
         setattr(config, name, value)

@@ -51,7 +51,7 @@ class Subscriber:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...], tuple[Any, ...] | None]] = {}
 
     def receive(self, batch: KVEventBatch) -> None:
-        """Apply a batch. A stored block is new, a removed one is there."""
+        """Apply a batch of events. Asserts that stored blocks are new, and that removed blocks exist."""
         assert batch.events
         for event in batch.events:
             if isinstance(event, BlockStored):

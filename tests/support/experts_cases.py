@@ -15,8 +15,7 @@ from compiled_engine.quantisation import Rounding
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of experts. gemma: the norm is Gemma's, and the gate a gelu. gpt_oss: biases, and a clamped gate of rows
-    that are gate and up in turn. given: the op gets the chosen experts and their weights instead of logits."""
+    """A layer of experts, with the variant of its norm, gate and routing."""
 
     num_tokens: int
     num_experts: int
@@ -26,9 +25,9 @@ class Case:
     renormalise: bool = True
     norm: bool = False
     residual: bool = False
-    gemma: bool = False
-    gpt_oss: bool = False
-    given: bool = False
+    gemma: bool = False  # the norm is Gemma's, and the gate a gelu
+    gpt_oss: bool = False  # biases, and a clamped gate of alternating rows of gate and up
+    given: bool = False  # the op gets the chosen experts and their weights instead of logits
 
 
 CASES = (
@@ -58,7 +57,7 @@ PACKED = ("mxfp4 1x32", "mxfp4 1x8", "int4 1x32", "int4 1x128", "int4 1x*", "uin
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
-    """What the op takes, in its order. Logits are far enough apart that no rounding changes their order."""
+    """Return the op's arguments, in order. Logits differ enough that no rounding changes their order."""
     generator = torch.Generator(device).manual_seed(case.num_tokens + 1000 * case.num_experts)
     T, E, D, I = case.num_tokens, case.num_experts, case.hidden_size, case.width  # noqa: E741
 
@@ -88,13 +87,12 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
 
 
 def encoded(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The op's arguments with weights as codes in a Rounding, and those for `expected`, with what they stand for."""
+    """Return the op's arguments with weights as codes of a Rounding, and those of `expected` with decoded weights."""
     return with_packed_codes(arguments, text) if text in PACKED else with_codes(arguments, text)
 
 
 def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The op's arguments with weights as codes in tiles of a Rounding, and those for `expected`, with what they stand
-    for."""
+    """Return the op's arguments with weights as codes in tiles, and those of `expected` with decoded weights."""
     rounding = Rounding.parse(text)
     weights, values = [], []
     for weight_ENK in arguments[2:4]:
@@ -108,7 +106,7 @@ def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], 
 
 
 def with_packed_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The same with random codes of four bits, two to a byte, in the order that kernels read."""
+    """Return the same as with_codes for random codes of four bits, two to a byte, in the order that kernels read."""
     rounding, device = Rounding.parse(text), arguments[0].device
     generator = torch.Generator(device).manual_seed(7)
     codes, scales, zeros, values = [], [], [], []
@@ -133,7 +131,7 @@ def with_packed_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any,
 
 
 def expected(arguments: Sequence[Any]) -> torch.Tensor:
-    """In float64, every expert on every token, and weights of 0 for those that are not chosen."""
+    """Return the result in float64: every expert on every token, with weight 0 for experts that are not chosen."""
     *op_arguments, given = arguments
     tensors = [a.double() if isinstance(a, torch.Tensor) and a.ndim < 3 else a for a in op_arguments]
     x, logits, gate_ups, downs, gate_up_bias, down_bias, top_k, renormalise, activation, *others = tensors
@@ -162,6 +160,6 @@ def expected(arguments: Sequence[Any]) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, arguments: tuple[Any, ...]) -> float:
-    """The largest difference, relative to the largest value; NaN if anything is."""
+    """Return the largest difference, relative to the largest value; NaN if a value is NaN."""
     right = expected(arguments)
     return float((got.double() - right).abs().max() / right.abs().max())

@@ -26,7 +26,7 @@ GARBAGE = -1
 
 
 def prefix_hashes(token_ids: Sequence[int], seed: int = 0) -> Iterator[int]:
-    """For each position, a hash of the tokens up to and with it."""
+    """Yield for each position a hash of the tokens up to this position, itself included."""
     value = seed
     for token_id in token_ids:
         value = hash((value, token_id))
@@ -34,7 +34,7 @@ def prefix_hashes(token_ids: Sequence[int], seed: int = 0) -> Iterator[int]:
 
 
 class Share(NamedTuple):
-    """One request's share of a step."""
+    """The tokens of one request that a step computes."""
 
     request_id: str
     num_computed_tokens: int
@@ -44,13 +44,13 @@ class Share(NamedTuple):
 
 
 def shares_of(step: SchedulerOutput) -> list[Share]:
-    """The columns of a step, turned by request."""
+    """Return a step's columns as one Share per request."""
     blocks = [step.new_block_ids.get(request_id, ((),))[0] for request_id in step.request_ids]
     return [Share(*row) for row in zip(step.request_ids, step.starts, step.counts, blocks, step.samples, strict=True)]
 
 
 def next_token(prefix_hash: int, token_mask: TokenMask | None, output_ids: Sequence[int]) -> int:
-    """Among the tokens that the request's mask allows; any where the mask fails."""
+    """Return the fake model's next token, one that the request's mask allows; any token if the mask fails."""
     token_ids = range(VOCAB_SIZE)
     mask = mask_of(token_mask, output_ids)
     if mask is not None:
@@ -59,20 +59,20 @@ def next_token(prefix_hash: int, token_mask: TokenMask | None, output_ids: Seque
 
 
 def mask_of(token_mask: TokenMask | None, output_ids: Sequence[int]) -> np.ndarray | None:
-    """None if the request has none, or if it fails."""
+    """Return the mask for the next token; None if the request has no mask, or if the mask fails."""
     with suppress(ValueError):
         return None if token_mask is None else ask(token_mask, output_ids, VOCAB_SIZE)
     return None
 
 
 def logprobs_of(prefix_hash: int, token_id: int) -> TokenLogprobs:
-    """The fake model's log-probability of a token after a prefix: a float32."""
+    """Return the fake model's log-probability, a float32, of a token after a prefix."""
     return TokenLogprobs((token_id,), (-(hash((prefix_hash, token_id)) % 1000) / 64,), 1)
 
 
 @dataclass
 class Row:
-    """What the runner remembers of a request."""
+    """The runner's state of a request."""
 
     token_ids: list[int]
     hashes: list[int]
@@ -91,15 +91,17 @@ class Row:
 
 
 class FakeRunner:
-    """Asserts that every message is one that a real runner could execute, within the limits given.
+    """Executes a scheduler's steps without a model, and asserts that a real runner could, within the limits given.
 
-    serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
-    whoever adds such a request fills it in. max_new_tokens_per_step: with more than 1, `yields` says how many tokens a
-    request gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request
-    of a step at which a head has rested has no guesses later. num_snapshots: if
-    not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
-    step may have fewer guesses than others. border: the slots of a request that is admitted with more tokens hold other
-    values, and one with fewer computes no more. copies: those of KV offload.
+    Wrong guesses leave garbage in their slots. A request in a step at which a draft head has rested has no guesses
+    later.
+
+    serves_all: each step has a share for every request that has a row. token_masks: by id of the requests that have
+    one; the caller that adds such a request fills it in. max_new_tokens_per_step: if more than 1, `yields` returns how
+    many tokens a request gets, at most its argument. num_snapshots: if not 0, a request also has a recurrent state, of
+    its prefix or from a snapshot. adapts: a step may have fewer guesses than others. border: the slots of a request
+    that is admitted with more tokens hold other values; a request with fewer does not get beyond it. copies: those of
+    KV offload.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class FakeRunner:
         self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
-        """What it will produce with the right masks, which `check_masks` checks when they come."""
+        """Execute a step, and return its result as it is with the right masks. `check_masks` checks the masks later."""
         self.receive(step)
         self.wanted[step.step] = {}
         if all(count == self.max_new_tokens_per_step for count in step.counts):
@@ -200,7 +202,7 @@ class FakeRunner:
             self.snapshots[slot] = row.hashes[row.num_computed_tokens - 1]
 
     def _sample(self, step: SchedulerOutput, share: Share) -> tuple[list[int], list[TokenLogprobs]]:
-        """The row's next tokens, which it has from now on, and their log-probabilities."""
+        """Append the row's next tokens, and return them with their log-probabilities."""
         row = self.rows[share.request_id]
         token_mask = self.token_masks.get(share.request_id)
         mask = mask_of(token_mask, row.token_ids[row.num_prompt_tokens :])
@@ -221,12 +223,14 @@ class FakeRunner:
         return tokens, entries
 
     def _end(self, row: Row, share: Share, num_sampled: int) -> int:
-        """How many tokens are computed after the step: all that were known, and the guesses that were right. Without a
-        token the last known one is to be computed again, as no other can be sampled."""
+        """Return how many of a request's tokens are computed after the step: all known tokens, and the right guesses.
+
+        If the step samples no token, the last known token will be computed again, as no other can be sampled.
+        """
         return row.num_known - 1 + num_sampled if share.samples else row.num_computed_tokens + share.num_tokens
 
     def check_masks(self, step: SchedulerOutput, late: LateInputs, ended: Container[str]) -> None:
-        """They are those that the request's tokens so far ask for; `ended`: who needs none any more."""
+        """Assert that the masks fit the requests' tokens so far. ended: requests that need no mask any more."""
         masks = masks_in(late.extras[NAME])
         words = np.frombuffer(masks.words, np.int32).reshape(len(masks.request_ids), num_words(VOCAB_SIZE))
         sent = {request_id: mask.tobytes() for request_id, mask in zip(masks.request_ids, words, strict=True)}
@@ -234,7 +238,7 @@ class FakeRunner:
         assert sent == {request_id: mask for request_id, mask in wanted.items() if request_id not in ended}
 
     def receive(self, step: SchedulerOutput) -> None:
-        """Take in a step's messages without computing anything."""
+        """Process a step's messages without computing anything."""
         assert step.step > self.last_step
         self.last_step = step.step
         for request_id in step.removed:
@@ -276,7 +280,7 @@ class FakeRunner:
             self._check_share(share, is_new=share.request_id in new_ids)
 
     def fail(self, steps: Iterable[int]) -> None:
-        """As if these steps, in order, had written nothing. Removals that the next one repeats are no error."""
+        """Undo all writes of these steps, given in order. The next step may then repeat their removals."""
         for step in reversed([*steps]):
             self.slots.update(self.written.pop(step))
             self.snapshots.update(self.saved.pop(step))
@@ -308,8 +312,10 @@ class FakeRunner:
         assert set(row.block_ids) <= set(range(self.num_blocks))
 
     def _contents(self, share: Share) -> Iterator[tuple[tuple[int, int], int]]:
-        """The slots of the share's tokens, and what they hold once these are computed. Guesses that are right are the
-        tokens that were sampled, but for the last of these."""
+        """Yield the slots of the share's tokens, with the contents after the step.
+
+        Right guesses are the sampled tokens except the last.
+        """
         row = self.rows[share.request_id]
         num_sampled = len(row.token_ids) - row.num_known if share.samples else 0
         right = self._end(row, share, num_sampled)

@@ -42,16 +42,15 @@ _OLD_NAMES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers with what differs from TINY; `without`: names that it does not take. `others`: of a
-    multimodal type, the configurations of its other parts next to that of the text model, which has the changes. scale:
-    of random matrices; the norms of delta nets magnify what larger ones round off."""
+    """A model type of transformers, with the fields of its tiny configuration that differ from TINY."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # fields of TINY that it does not take
     renamed: bool = False
+    # Configurations of a multimodal type's other parts; the changes are those of its text model.
     others: Mapping[str, Any] = field(default_factory=dict)
-    scale: float = 3.0
+    scale: float = 3.0  # of random matrices; norms of delta nets magnify the rounding errors of larger ones
 
     def config(self) -> dict[str, Any]:
         values = {name: value for name, value in TINY.items() if name not in self.without}
@@ -339,7 +338,7 @@ IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2", "gpt_
 
 
 def family(name: str) -> Family:
-    """Raises ValueError for an unknown name."""
+    """Return the family of this name. Raises ValueError for an unknown name."""
     every = (*FAMILIES, *WRAPPERS)
     found = next((one for one in every if one.name == name), None)
     if found is None:
@@ -393,8 +392,10 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
 
 
 def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
-    """The checkpoint's model with transformers' own attention, which materialises every mask, and its plain experts,
-    which alone know float64."""
+    """Return the checkpoint's model with transformers' own attention and plain experts.
+
+    The attention materialises every mask; only these experts support float64.
+    """
     from transformers import AutoConfig
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -54,20 +54,18 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of
-    transformers in the engine's own dtype, to compare. tokens_per_s: of the output, if asked for. from_float64: the
-    largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
-    fp32. medians: the engine's and transformers', in less than fp32 for families with experts: where two experts are
-    nearly as good, a rounding sends a token to another one, and few such tokens decide a mean. tokens_equal: whether
-    each greedy token of an engine is the likeliest one of transformers in fp32 or, as for `largest`, in float64."""
+    """Differences of the engine's log-probabilities from transformers', and what they are compared with."""
 
-    largest: float
+    largest: float  # from transformers in fp32
     mean: float
-    mean_of_transformers: float
-    tokens_per_s: float | None = None
-    from_float64: float | None = None
-    transformers_from_float64: float | None = None
+    mean_of_transformers: float  # in the engine's dtype, from transformers in fp32
+    tokens_per_s: float | None = None  # output of the engine, if measured
+    from_float64: float | None = None  # the largest of an engine in fp32 from transformers in float64
+    transformers_from_float64: float | None = None  # the largest of transformers in fp32
+    # The engine's and transformers', for families with experts in narrower dtypes: where two experts are nearly as
+    # good, rounding sends a token to another expert, and few such tokens decide a mean.
     medians: tuple[float, float] | None = None
+    # Whether each greedy token of the engine is transformers' most likely one in fp32 or in float64.
     tokens_equal: bool | None = None
 
     def is_right(self, dtype: torch.dtype) -> bool:
@@ -196,7 +194,10 @@ def _distances(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def tokens_per_s(llm: LLM) -> float:
-    """Output tokens of as many requests as run at once, prompts of 8 tokens and 64 to generate; of the second time."""
+    """Return output tokens per second of as many requests as run at once: prompts of 8 tokens, 64 to generate.
+
+    The second of two runs is measured.
+    """
     count = llm.config.scheduler.max_num_seqs
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     for repeat in range(2):

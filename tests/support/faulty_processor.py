@@ -18,7 +18,7 @@ KILLED_AT_START = "faulty_processor:KilledAtStart"
 
 
 class Faulty:
-    """Faults: "nan"; "slow", a step with it takes longer; "raise", its twentieth step fails, those before are slow."""
+    """Faults by name: "nan"; "slow", each step takes longer; "raise", its twentieth step fails after slow ones."""
 
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.faults: dict[int, str] = {}
@@ -50,7 +50,7 @@ class FailsToStart(Faulty):
 
 
 class SlowToStart(Faulty):
-    """Takes a minute to be made, and says so by a file in its working directory."""
+    """A processor that takes a minute to be made, and writes a file in its working directory when this begins."""
 
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         with open("starting", "w") as file:
@@ -59,7 +59,7 @@ class SlowToStart(Faulty):
 
 
 class KilledAtStart(Faulty):
-    """So is the process that makes it."""
+    """A processor that kills its process while it is made."""
 
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -63,7 +63,7 @@ class FailsToStart(FaultyRank):
 
 
 class SlowToStart(FaultyRank):
-    """Says by a file in its working directory that it is being made."""
+    """A processor that writes a file in its working directory while it is being made."""
 
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         with open(f"starting{current_group().rank}", "w") as file:
@@ -72,7 +72,7 @@ class SlowToStart(FaultyRank):
 
 
 class FailsInside(FaultyRank):
-    """Kills or stops a process that comes to a function while it starts: the last rank, or whichever compiles.
+    """Kills or stops a starting process that calls a function: the last rank, or the process that compiles.
 
     Environment variables: INSIDE names the function; DEED the signal.
     """

@@ -35,12 +35,12 @@ BLOCK_SIZE = 4
 
 @dataclass(frozen=True)
 class FusedModel:
-    """`forwards`: of each compile range, the ones for small batches return logits. `reports`: of the first range."""
+    """A model's graphs after their passes, bound to weights, and the reports of the passes."""
 
     config: EngineConfig
-    forwards: tuple[tuple[CompileRange, Forward], ...]
+    forwards: tuple[tuple[CompileRange, Forward], ...]  # those for small batches return logits
     logits: Forward
-    reports: tuple[PassReport, ...]
+    reports: tuple[PassReport, ...]  # of the first range
 
     def logprobs(self, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return log-probabilities [length, V] of each sequence; a step is the number of tokens of each that it

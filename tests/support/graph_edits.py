@@ -66,7 +66,7 @@ def copy_argument(target: Any, source: str, to: str) -> Edit:
 
 
 def take_from_next(target: Any, name: str) -> Edit:
-    """The first call gets an argument of the next one that has another of the same shape there."""
+    """Give the first call an argument of the next call whose argument there is another node of the same shape."""
     index = _place(target, name)
 
     def edit(graph: fx.Graph) -> None:
@@ -86,7 +86,7 @@ def _place(target: Any, name: str) -> int:
 
 
 def swap_results(target: Any, num_results: int = 2) -> Edit:
-    """Who reads result i of the first call with so many results now reads the last but i."""
+    """Reverse the results of the first call with num_results results: readers of result i read the last but i."""
 
     def edit(graph: fx.Graph) -> None:
         found = (node for node in calls(graph, target) if len(node.meta["val"]) == num_results)
@@ -97,7 +97,7 @@ def swap_results(target: Any, num_results: int = 2) -> Edit:
 
 
 def reverse_packed(ending: str) -> Edit:
-    """A packed parameter has its members in reverse order."""
+    """Reverse the members of a packed parameter."""
 
     def edit(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="placeholder"):
@@ -111,7 +111,7 @@ def reverse_packed(ending: str) -> Edit:
 
 
 def skip(target: Any, which: Callable[[fx.Node], bool] = lambda node: True) -> Edit:
-    """The first such call is left out: who reads it reads its input."""
+    """Remove the first call for which `which` is true: its readers read its input."""
 
     def edit(graph: fx.Graph) -> None:
         node = next(node for node in calls(graph, target) if which(node))
@@ -141,7 +141,7 @@ def forget_residual(graph: fx.Graph) -> None:
 
 
 def other_experts(graph: fx.Graph) -> None:
-    """The weights of a token's experts are those of its others."""
+    """Reverse the weights of each token's chosen experts, so that each gets another expert's weight."""
     node = calls(graph, EXPERTS)[0]
     with graph.inserting_before(node):
         node.update_arg(17, graph.call_function(aten.flip.default, (node.args[17], [1])))
@@ -159,7 +159,7 @@ def slots_off_by_one(graph: fx.Graph) -> None:
 
 
 def unrotated_k(graph: fx.Graph) -> None:
-    """k is turned back first, so that the op writes it as it was."""
+    """Rotate k back before the op, so that the op writes it unrotated."""
     node = calls(graph, ROPE)[0]
     k, cos, sin = (node.args[_place(ROPE, name)] for name in ("k_TKd", "cos_T1d", "sin_T1d"))
     with graph.inserting_before(node):

@@ -42,7 +42,10 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def config_of(mode: GraphMode, drafts: dict[str, Any] | None, **options: Any) -> EngineConfig:
-    """With graphs of up to four requests; more are served without. drafts: None for an engine without any."""
+    """Return a configuration with graphs of up to four requests; more requests run without graphs.
+
+    drafts: None for an engine without drafts.
+    """
     config = resolve(EngineOptions(**OPTIONS | {"speculative_config": drafts} | options))
     decodes = SIZES if mode.captures_decodes else ()
     own = GraphConfig(mode, decodes, (8, 16) if mode.captures_mixed else ())
@@ -54,7 +57,7 @@ def config_of(mode: GraphMode, drafts: dict[str, Any] | None, **options: Any) ->
 
 
 def requests(text: Text, sampling: tuple[dict[str, Any], ...]) -> list[EngineRequest]:
-    """Some share a prefix, and some are longer than a step."""
+    """Return requests, of which some share a prefix and some are longer than a step."""
     return [
         EngineRequest(
             str(number),
@@ -69,7 +72,7 @@ def requests(text: Text, sampling: tuple[dict[str, Any], ...]) -> list[EngineReq
 
 @cache
 def held_out(model: Path) -> Text:
-    """Token ids of the bundled model's held-out text: a number of them, from a place on."""
+    """Return a function (start, count) -> token ids of the bundled model's held-out text."""
     ids = load_tokenizer(model).encode((model / "held_out.txt").read_text()[:4000])
     return cache(lambda start, count: tuple(ids[start : start + count]))
 
@@ -87,7 +90,7 @@ def run(core: EngineCore, asked: list[EngineRequest]) -> dict[str, list[int]]:
 
 @cache
 def without_drafts(text: Text) -> dict[str, list[int]]:
-    """The tokens of all requests, generated one a step."""
+    """Return the tokens of all requests, generated one per step."""
     core = start_core(resolve(EngineOptions(**OPTIONS)), SilentProgress())
     found = run(core, requests(text, SAMPLING))
     core.close()

@@ -35,7 +35,7 @@ PENALISED: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.2, "log
 
 
 def prompts(least: int = 5) -> list[dict[str, list[int]]]:
-    """Some longer than a step, and each twice, so that the second finds the blocks of the first.
+    """Return prompts, some longer than a step, and each twice, so that the second finds the first's blocks.
 
     least: tokens of the shortest.
     """

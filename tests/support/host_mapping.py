@@ -34,7 +34,7 @@ class Result(IntEnum):
 
 
 class Fields:
-    """A structure of the driver: any fields."""
+    """A structure of the CUDA driver with any fields."""
 
     location: Any = None
 

@@ -17,30 +17,30 @@ TOKEN = "hf_" + "a" * 34
 
 @dataclass
 class PlayedRepository:
-    """`revisions`: branch or tag -> commit; `commits`: commit -> the files. Gated ones want TOKEN for files."""
+    """A repository that the played hub serves."""
 
-    revisions: dict[str, str]
-    commits: dict[str, dict[str, bytes]]
-    gated: bool = False
+    revisions: dict[str, str]  # branch or tag -> commit
+    commits: dict[str, dict[str, bytes]]  # commit -> files
+    gated: bool = False  # files require TOKEN
 
 
 @dataclass
 class PlayedHub:
-    """`requested`: method, path and range of bytes of every request, in order."""
+    """A played hub: its address, its repositories, and the requests that it got."""
 
     endpoint: str = ""
     repositories: dict[str, PlayedRepository] = field(default_factory=dict)
-    requested: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)  # method, path and range of bytes of each request, in order
 
     def files_sent(self, name: str) -> set[str]:
-        """The files of a repository whose whole contents were asked for."""
+        """Return the files of a repository whose whole contents were requested."""
         pattern = rf"GET /{name}/resolve/[^/]+/(\S*)"
         return {match[1] for line in self.requested if (match := re.fullmatch(pattern, line))}
 
 
 @contextmanager
 def played_hub() -> Iterator[PlayedHub]:
-    """The hub, with no repositories yet."""
+    """Start a played hub without repositories, and yield it."""
     hub = PlayedHub()
 
     class Handler(BaseHTTPRequestHandler):

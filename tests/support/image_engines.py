@@ -54,19 +54,19 @@ Outputs = dict[str, tuple[list[int], list[float]]]
 
 
 def key_of(image: Image) -> str:
-    """Return what tells an image from others."""
+    """Return a key that is different for different images."""
     return str(hash(image["pixel_values"].numpy().tobytes()))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids with an image at each None, and the images."""
+    """A prompt: token ids, with None in the place of each image, and the images."""
 
     ids: tuple[int | None, ...]
     images: tuple[Image, ...] = ()
 
     def expanded(self, vision: VisionDescription) -> tuple[int, ...]:
-        """The token ids, with a placeholder for each embedding."""
+        """Return the token ids, with a placeholder for each embedding of an image."""
         rest = iter(self.images)
         found: list[int] = []
         for each in self.ids:
@@ -75,7 +75,7 @@ class Prompt:
 
 
 class Oracle:
-    """A tiny multimodal model of transformers, saved as a checkpoint, and what it says to prompts with images."""
+    """A tiny multimodal model of transformers, saved as a checkpoint, which gives the expected results."""
 
     def __init__(self, folder: Path, architecture: str, config_json: str | None = None) -> None:
         """config_json: by default that of vision_config."""
@@ -94,7 +94,7 @@ class Oracle:
         return random_image(self.vision, height, width, seed)
 
     def logprobs(self, ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
-        """Log-probabilities of all positions, [L, V]."""
+        """Return the log-probabilities of all positions, [L, V]."""
         given: dict[str, Any] = {"input_ids": torch.tensor([list(ids)])}
         if images:
             given |= images_together(self.model, images)
@@ -107,7 +107,7 @@ class Oracle:
             return self.model(**given, use_cache=False).logits[0].log_softmax(-1)
 
     def greedy(self, prompt: Prompt, count: int) -> tuple[list[int], list[float]]:
-        """The most probable continuation, and its log-probabilities, which are kept; see `forget`."""
+        """Return the most probable continuation and its log-probabilities. They are kept until `forget`."""
         key = prompt.ids, tuple(key_of(image) for image in prompt.images)
         tokens, logprobs = self._greedy.setdefault(key, ([], []))
         ids = [*prompt.expanded(self.vision), *tokens]
@@ -119,11 +119,11 @@ class Oracle:
         return tokens[:count], logprobs[:count]
 
     def forget(self) -> None:
-        """Forget continuations: the model is another one now."""
+        """Forget kept continuations, after a change of the model."""
         self._greedy.clear()
 
     def request(self, name: str, prompt: Prompt, keys: Sequence[str] = (), **params: Any) -> EngineRequest:
-        """A greedy request. keys: of the images, by default made of their pixels."""
+        """Return a greedy request. keys: of the images, by default made of their pixels."""
         ids = prompt.expanded(self.vision)
         images, start = [], 0
         for number, image in enumerate(prompt.images):
@@ -150,7 +150,7 @@ def config_of(oracle: Oracle, **options: Any) -> EngineConfig:
 
 @contextmanager
 def running(oracle: Oracle, **options: Any) -> Iterator[EngineCore]:
-    """An engine of this checkpoint."""
+    """Run an engine of the oracle's checkpoint within a block."""
     core = start_core(config_of(oracle, **options), SilentProgress())
     try:
         yield core
@@ -186,7 +186,7 @@ def take(output: EngineOutput, found: Outputs) -> None:
 
 
 def check(oracle: Oracle, prompts: Mapping[str, Prompt], found: Outputs) -> None:
-    """Require the tokens and log-probabilities of the whole model."""
+    """Assert that the results are the tokens and log-probabilities of transformers' whole model."""
     for name, prompt in prompts.items():
         tokens, logprobs = oracle.greedy(prompt, len(found[name][0]))
         assert tokens

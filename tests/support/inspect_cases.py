@@ -20,7 +20,7 @@ EAGER = [*SMALL, "--mode", "eager"]
 
 
 def inspect(*arguments: str) -> Any:
-    """The result of the command, which must have been a success."""
+    """Run the command, assert that it succeeds, and return its result."""
     result = CliRunner().invoke(app, ["inspect", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 
 def release(version: str) -> tuple[int, ...]:
-    """3.6.0 -> (3, 6)"""
+    """Return a version as numbers: (3, 6) for 3.6.0."""
     return tuple(map(int, version.split(".")[:2]))
 
 
@@ -29,13 +29,13 @@ loops_to_a_loaded_bound = pytest.mark.skipif(
 
 
 def python_path(test_file: str) -> str:
-    """PYTHONPATH of a process that imports the test file and the modules in this folder."""
+    """Return PYTHONPATH for a process that imports the test file and the modules in this folder."""
     folders = [str(Path(test_file).parent), str(SUPPORT), os.environ.get("PYTHONPATH")]
     return os.pathsep.join(folder for folder in folders if folder)  # an empty entry is the working directory
 
 
 def interpreting(test_file: str) -> dict[str, str]:
-    """The environment of a process that runs kernels of the test file in the interpreter."""
+    """Return the environment of a process that runs kernels of the test file in the interpreter."""
     return os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(test_file)}
 
 
@@ -61,7 +61,7 @@ def quicken() -> None:
 
 
 def remember_types() -> None:
-    """A block's type follows from its elements' and its shape, the sizes of a value from its type."""
+    """Cache the types of the interpreter's blocks by element type and shape, and the sizes of values by type."""
     make_type, make_value, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
     types, sizes, numpy_types = dict[Any, dict[str, Any]](), dict[str, dict[str, Any]](), dict[str, Any]()
 

@@ -37,7 +37,7 @@ def interpret(test_file: str, *arguments: str) -> subprocess.CompletedProcess[st
 
 @cache
 def _process() -> subprocess.Popen[str]:
-    """It ends when its standard input is closed, at the latest with this process."""
+    """Start the process that forks for each program. It ends when its standard input is closed."""
     from interpreter import interpreting
 
     command = [sys.executable, __file__]
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def run(path: str, arguments: list[str], out: str, err: str) -> int:
-    """In the forked process. Returns its exit status."""
+    """Run a program in the forked process, and return its exit status."""
     for descriptor, file in ((0, os.devnull), (1, out), (2, err)):
         opened = os.open(file, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT)
         os.dup2(opened, descriptor)

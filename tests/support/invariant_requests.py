@@ -19,7 +19,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def requests(text_ids: list[int], count: int, longest: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of text, of which some share a prefix and some repeat themselves, and how each is sampled."""
+    """Return prompts of text and their sampling. Some prompts share a prefix, some repeat themselves."""
     prompts, params = [], []
     for number in range(count):
         start = 0 if number % 3 == 0 else number * 97 % (len(text_ids) - longest)
@@ -33,7 +33,7 @@ def requests(text_ids: list[int], count: int, longest: int) -> tuple[list[list[i
 
 
 def bits(output: RequestOutput) -> tuple[Any, ...]:
-    """The tokens of a result, and all its log-probabilities as the bytes of their float32."""
+    """Return the tokens of a result, and all its log-probabilities as the bytes of their float32."""
 
     def of_rows(rows: Any) -> tuple[Any, ...]:
         return tuple(
@@ -47,7 +47,7 @@ def bits(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def alone(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[Any, ...]]:
-    """The results of requests that run one after the other, without cached prefixes."""
+    """Return the results of requests that run one after the other, without cached prefixes."""
     found = []
     for prompt, each in zip(prompts, params, strict=True):
         llm.reset_prefix_cache()

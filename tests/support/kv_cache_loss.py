@@ -73,7 +73,7 @@ def _logprobs(kv_dtype: str, texts: Sequence[Sequence[int]]) -> list[torch.Tenso
 
 
 def _distance(exact_TV: torch.Tensor, other_TV: torch.Tensor) -> torch.Tensor:
-    """KL divergence of each token's distribution, in nats."""
+    """Return the KL divergence of each token's distribution, in nats."""
     return (exact_TV.exp() * (exact_TV - other_TV)).sum(-1)
 
 

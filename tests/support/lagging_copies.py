@@ -109,7 +109,7 @@ class LaggingCopies:
                     of_step.pop(place, None)
 
     def _places(self, kind: str, row: int) -> tuple[dict[Any, int | None], list[Any]]:
-        """The runner's contents of a kind, and the places in it of a row."""
+        """Return the fake runner's contents of a kind, and the places in them that belong to a row."""
         if kind == extras.BLOCKS:
             return self.runner.slots, [(row, offset) for offset in range(self.runner.block_size)]
         return self.runner.snapshots, [row]

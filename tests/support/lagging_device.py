@@ -37,7 +37,7 @@ class LaunchedStep:
 
 
 def host_state(*owners: object) -> Callable[[], None]:
-    """A function that puts back what the owners hold now: arrays by their content, dicts, lists and switches."""
+    """Return a function that restores what the owners hold now: arrays by content, dicts, lists and flags."""
     held = [
         (owner, name, value.copy() if isinstance(value, np.ndarray | dict) else value)
         for owner in owners
@@ -56,7 +56,7 @@ def host_state(*owners: object) -> Callable[[], None]:
 
 
 def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
-    """A function that puts all that the host decides by as it is now, and returns one that puts it back."""
+    """Record the host's state now. Returns a function that restores it, and returns one that undoes this."""
     owners = (runner.sampler, runner.states.writes)
     put_as_at_launch = host_state(*owners)
     of_step = [(each, each._drafting) for each in runner._hooks.features if isinstance(each, Drafter)]
@@ -73,7 +73,7 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
 
 @contextmanager
 def lagging_device() -> Iterator[None]:
-    """Engines run so meanwhile; they have to finish their steps inside."""
+    """Make engines lag within a block. They must finish their steps inside the block."""
     run, sample, copy_state = Runner.run, Runner.sample, StateRows._copy
     queue: deque[Callable[[], None]] = deque()
     last: list[LaunchedStep] = []

@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class LatentCase:
-    """Requests with (tokens computed before, new tokens), and padding rows of one token after them."""
+    """Requests as (tokens computed before, new tokens), followed by padding rows of one token."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ class LatentCase:
     padding: int = 0
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
-        """The case as a backend is asked for it."""
+        """Return the facts of the case by which a backend decides whether it supports it."""
         cache = KVFormat(dtype, BLOCK_SIZE)
         width = self.latent_dim + self.rotated
         return AttentionCase(device_type, dtype, self.num_heads, 1, width, cache, latent_dim=self.latent_dim)
@@ -55,7 +55,7 @@ CASES = (
 
 
 def expected_of(q_THw: torch.Tensor, row_Lw: torch.Tensor, latent_dim: int, scale: float) -> torch.Tensor:
-    """Attention of a request's last tokens [T, H, r], in float64."""
+    """Return the attention of a request's last tokens, [T, H, r], in float64."""
     q_HTw, row_Lw = q_THw.double().transpose(0, 1), row_Lw.double()
     num_queries, length = q_HTw.shape[1], len(row_Lw)
     positions_T1 = torch.arange(length - num_queries, length)[:, None]
@@ -65,7 +65,7 @@ def expected_of(q_THw: torch.Tensor, row_Lw: torch.Tensor, latent_dim: int, scal
 
 
 def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype) -> str | None:
-    """Write and attend, with NaN in outputs, padding and slots without a row; what is wrong, or None."""
+    """Write and attend, with NaN in outputs, padding and slots without a row. Returns the mistake, or None."""
     generator = torch.Generator().manual_seed(7)
     width, lens = case.latent_dim + case.rotated, [new for _, new in case.spans]
     total = sum(lens) + case.padding

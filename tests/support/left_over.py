@@ -18,7 +18,7 @@ SOON_S = 10.0
 
 
 def running(program: str, of: psutil.Process | None = None) -> list[psutil.Process]:
-    """The processes below one that run this module of the engine."""
+    """Return the processes below a process that run this module of the engine."""
     found = []
     for process in (of or psutil.Process()).children(recursive=True):
         # It may have ended since it was listed, or wait for its parent to read its status.
@@ -29,7 +29,7 @@ def running(program: str, of: psutil.Process | None = None) -> list[psutil.Proce
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also if its parent has not read its status yet."""
+    """Return whether a process has ended, also if its parent has not read its status yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
     except psutil.NoSuchProcess:
@@ -41,7 +41,7 @@ def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
 
 
 def of_this_test(temporary: Path) -> list[int]:
-    """Processes that were started meanwhile, whoever is their parent now: temporary files of theirs go there."""
+    """Return the ids of processes started by the test, whose temporary files are in its folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
 
 @pytest.fixture
 def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files go. Afterwards nothing is left: no process, no folder, no socket, no shared memory."""
+    """Yield a folder for temporary files, then assert that no process, folder or descriptor is left."""
     temporary = tmp_path / "t"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

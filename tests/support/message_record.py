@@ -33,7 +33,7 @@ FIELDS_WITHIN = ("extras", "columns")
 
 
 class MessageDigests:
-    """Takes in messages; `found` has by name of a field how many messages have it, and a digest of its values."""
+    """Digests messages. `found` has, by field name, how many messages have the field, and a digest of its values."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -63,7 +63,7 @@ class MessageDigests:
 
 @contextmanager
 def recorded_messages(digests: MessageDigests) -> Iterator[None]:
-    """Take in what every scheduler of this process gives and gets meanwhile."""
+    """Digest all messages that schedulers of this process get and give within a block."""
     schedule, finish_late, update = Scheduler.schedule, Scheduler.finish_late, Scheduler.update
 
     def recorded_schedule(scheduler: Scheduler) -> Any:
@@ -90,7 +90,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
 
 
 def values_of(message: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a message that are neither at their defaults nor empty."""
+    """Yield the fields of a message that are neither at their defaults nor empty, with their values."""
     is_struct = isinstance(message, msgspec.Struct)
     for each in msgspec.structs.fields(message) if is_struct else fields(message):
         value, default = getattr(message, each.name), each.default
@@ -106,7 +106,7 @@ def is_empty(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The value in types whose text is the same in every process."""
+    """Return the value in types whose text is the same in every process."""
     if isinstance(value, msgspec.Struct) or (is_dataclass(value) and not isinstance(value, type)):
         return {name: plain(each) for name, each in values_of(value)}
     if isinstance(value, torch.Tensor):
@@ -162,7 +162,7 @@ class SeededProvider(PrimitiveProvider):
 
 
 def recorded_properties(machine: type[Any], examples: int) -> dict[str, str]:
-    """Digests of the messages of random work for the scheduler. machine: SchedulerMachine of its property tests."""
+    """Return digests of the scheduler's messages in random work. machine: SchedulerMachine of its property tests."""
     AVAILABLE_PROVIDERS[SeededProvider.name] = f"{SeededProvider.__module__}.{SeededProvider.__name__}"
     digests = MessageDigests()
     chosen = settings(
@@ -182,7 +182,7 @@ def recorded_properties(machine: type[Any], examples: int) -> dict[str, str]:
 
 
 def recorded_loads(load: Any, seeds: Sequence[int]) -> dict[str, str]:
-    """Digests of the messages of heavy loads, each decided by one seed. load: the property test."""
+    """Return digests of the scheduler's messages under heavy loads, one per seed. load: the property test."""
     digests = MessageDigests()
     run = load.hypothesis.inner_test
     with recorded_messages(digests):

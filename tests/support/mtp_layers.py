@@ -19,7 +19,7 @@ FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class MtpCase:
-    """A family's checkpoint with an MTP layer, under the names that published ones have."""
+    """A family's checkpoint with an MTP layer, whose tensors have the names of published checkpoints."""
 
     family: Family
     names: tuple[str, str, str, str]  # norms of the embedding and the hidden state, projection, last norm
@@ -38,7 +38,7 @@ class MtpCase:
         return not self.names[3]
 
     def stored(self, name: str) -> str:
-        """The name in the checkpoint of one within the layer."""
+        """Return the name in the checkpoint of a tensor of the layer."""
         if not self.shares_norm:
             return self.prefix + name
         module, _, rest = name.partition(".")
@@ -89,7 +89,7 @@ QWEN_NEXT, QWEN_VISION = _qwen("qwen3_next"), _qwen("qwen3_5", "qwen3_5_text")
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint in a folder, its model in transformers, and what computes its MTP layer."""
+    """A checkpoint in a folder, with its model in transformers and a reference for its MTP layer."""
 
     folder: Path
     model: Any
@@ -98,7 +98,7 @@ class Written:
     case: MtpCase
 
     def layer(self, token_ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, D] of positions from 0 on, from the next tokens and the model's hidden states there."""
+        """Return hidden states [T, D] of positions from 0 on, from the next tokens and the model's states there."""
         embedding_norm, hidden_norm, projection, _ = self.case.names
         embedded = self.model.get_input_embeddings()(torch.tensor(token_ids))
         norms = [
@@ -111,7 +111,7 @@ class Written:
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        """The most probable tokens behind these, of which the model has not computed the last."""
+        """Return the `count` most probable tokens after token_ids, whose last token the model has not computed."""
         hidden = self._hidden(self.model, input_ids=torch.tensor([token_ids[:-1]]))
         behind, found = token_ids[1:], list[int]()
         for _ in range(count):
@@ -122,7 +122,7 @@ class Written:
         return found
 
     def _hidden(self, model: Any, **given: torch.Tensor) -> torch.Tensor:
-        """The hidden states [T, D] of a model that the layer reads: those after the last norm, or before it."""
+        """Return the model's hidden states [T, D] that the layer reads: after the last norm, or before it."""
         before: list[torch.Tensor] = []
         decoder = model.get_decoder()
         hook = decoder.norm.register_forward_pre_hook(lambda module, arguments: before.append(arguments[0]))
@@ -160,7 +160,10 @@ def write_mtp_checkpoint(folder: Path, case: MtpCase) -> Written:
 
 
 def decoder_layer(single: Tensors, case: MtpCase) -> Tensors:
-    """The decoder layer of an MTP layer, by the names after its prefix, from the model with that layer alone."""
+    """Return the tensors of an MTP layer's decoder layer, by the names after its prefix.
+
+    single: the tensors of the model with that layer alone.
+    """
     prefix = "model.layers.0."
     return {
         case.decoder_layer + name.removeprefix(prefix): tensor
@@ -191,7 +194,7 @@ def add_mtp_layer(folder: Path, case: MtpCase, tensors: Tensors) -> None:
 
 
 def make_exact(written: Written) -> None:
-    """Let the model know a token by the one before alone, and the MTP layer do the same: it is always right."""
+    """Let a token's logits in the model depend on the token before it alone, and let the MTP layer draft the same."""
     file = written.folder / FILE
     tensors, (embedding_norm, _, projection, norm) = load_file(file), written.case.names
     for name, tensor in tensors.items():

@@ -36,7 +36,7 @@ def write_mxfp4(folder: Path) -> Any:
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The values of blocks [E, R, G, 16] and scales [E, R, G] as transformers has them, [E, 32 G, R]."""
+    """Return the values of blocks [E, R, G, 16] and scales [E, R, G], as transformers orders them: [E, 32 G, R]."""
     E, R, G, _ = blocks.shape
     found = torch.zeros(E, 32 * G, R)
     stored, powers = blocks.tolist(), scales.tolist()

@@ -20,7 +20,7 @@ GROUP = 16
 
 
 def value_of(code: int) -> float:
-    """The bits are a sign, two of the exponent, and one of the mantissa."""
+    """Return the value of an e2m1 code: a sign bit, two bits of exponent, one of mantissa."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return -magnitude if sign else magnitude
@@ -40,7 +40,7 @@ def config_of(form: str, ignore: list[str]) -> dict[str, Any]:
 
 
 def pack_weight(weight_NK: torch.Tensor, form: str) -> tuple[Tensors, torch.Tensor]:
-    """The tensors of a linear by the last part of their names, and the values that they stand for, [N, K]."""
+    """Return a linear's tensors by the last parts of their names, and the values that they stand for, [N, K]."""
     N, K = weight_NK.shape
     whole = weight_NK.abs().max() / (448.0 * 6.0)
     groups = [slice(start, min(start + GROUP, K)) for start in range(0, K, GROUP)]

@@ -13,7 +13,7 @@ from compiled_engine.features.speculation.step_drafts import StepDrafts
 
 
 class Oracle:
-    """Knows what follows each prompt, and says it `num_right` times in a row, or as often as is drawn from several."""
+    """Drafts tokens that follow known prompts, of which the first few are right, as many as is drawn from num_right."""
 
     def __init__(self, num_right: Sequence[int]) -> None:
         self.num_right = num_right

@@ -17,9 +17,9 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 
 
 def prepare_with(padding_1: torch.Tensor) -> Callable[[InputBatch, RequestStates, InputBuffers], None]:
-    """Input preparation that gives padding tokens the id and the position that are in padding_1 when it runs.
+    """Return an input preparation that gives padding tokens the id and the position in padding_1 when it runs.
 
-    It has to take the place of `padded_step.prepare` before an engine captures.
+    It must replace `padded_step.prepare` before an engine captures.
     """
 
     def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
@@ -32,9 +32,9 @@ def prepare_with(padding_1: torch.Tensor) -> Callable[[InputBatch, RequestStates
 
 
 def replay_with_other_padding(runner: Runner, padding_1: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """From now on each replay asserts that real rows are bit for bit the same; counts those that had padding.
+    """Let each replay assert that real rows do not depend on padding.
 
-    padding_1: what `prepare_with` was made with, zero.
+    Returns how many replays had padding, by the graph's name. padding_1: the argument of `prepare_with`, zero.
     """
     graphs = runner.step_graphs.graphs
     assert graphs is not None

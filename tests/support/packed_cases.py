@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True)
 class PackedCase:
-    """Texts of these lengths; a negative one is a row of padding tokens."""
+    """Texts of these lengths; a negative length is a row of padding tokens."""
 
     name: str
     lens: tuple[int, ...]
@@ -35,7 +35,7 @@ class PackedCase:
     merged: bool = False
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
-        """The case as a backend is asked for it."""
+        """Return the facts of the case by which a backend decides whether it supports it."""
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
         options = self.sliding_window, self.soft_cap, self.sinks
         return AttentionCase(device_type, dtype, *sizes, None, *options, causal=False)
@@ -65,7 +65,7 @@ CASES = (
 
 
 def expected_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attention of one text, [T, H, d], in float64."""
+    """Return the attention of one text, [T, H, d], in float64."""
     group = q.shape[1] // k.shape[1]
     q_HTd, k_HTd, v_HTd = (
         x.double().transpose(0, 1).repeat_interleave(n, 0) for x, n in ((q, 1), (k, group), (v, group))
@@ -86,7 +86,7 @@ def expected_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scor
 
 
 def mistake(backend_name: str, case: PackedCase, device: str, dtype: torch.dtype) -> str | None:
-    """Run the case on NaN outputs, with NaN in padding; what is wrong, or None."""
+    """Run the case on NaN outputs, with NaN in padding. Returns the mistake, or None."""
     generator = torch.Generator().manual_seed(7)
     lens = [abs(length) for length in case.lens]
     total = sum(lens)

@@ -28,19 +28,18 @@ OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 @dataclass(frozen=True)
 class Packing:
-    """A format. method: of quantization_config; columns: of a group, 0 for a row; is_reordered: groups have any
-    columns, the same for all linears of as many columns."""
+    """A format of packed integer weights."""
 
-    method: str
-    columns: int
+    method: str  # of quantization_config
+    columns: int  # of a group; 0: whole rows
     is_symmetric: bool
-    is_reordered: bool = False
+    is_reordered: bool = False  # groups have any columns, the same in all linears with as many columns
     scale_dtype: torch.dtype = torch.float16
     bits: int = 4
 
     @property
     def middle(self) -> int:
-        """The code of zero without zero points."""
+        """The code that stands for zero in formats without zero points."""
         return 2 ** (self.bits - 1)
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
@@ -87,7 +86,7 @@ PACKINGS = {
 
 
 def groups_of(packing: Packing, num_columns: int) -> list[int]:
-    """The group of each column."""
+    """Return the number of the group of each column."""
     size = packing.columns or num_columns
     groups = [column // size for column in range(num_columns)]
     if not packing.is_reordered:
@@ -102,7 +101,10 @@ def groups_of(packing: Packing, num_columns: int) -> list[int]:
 def round_weight(
     weight_NK: torch.Tensor, packing: Packing, groups: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned codes [N, K], and of each group scales [N, G], rounded to what is stored, and zero points [N, G]."""
+    """Quantise a weight. Returns unsigned codes [N, K], scales and zero points [N, G] of the groups.
+
+    Scales are rounded to the dtype in which they are stored.
+    """
     N, G = len(weight_NK), max(groups) + 1
     of_group = [torch.tensor([k for k, group in enumerate(groups) if group == g]) for g in range(G)]
     codes_NK = torch.zeros(weight_NK.shape, dtype=torch.int64)
@@ -120,8 +122,10 @@ def round_weight(
 
 
 def words_of(rows: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Neighbouring values of a row in a word of 32 bits. order: the value that each place of a word holds, from the
-    lowest bits on; else the values one by one. Rows are filled up with zeros."""
+    """Pack neighbouring values of each row into words of 32 bits. Rows are filled up with zeros.
+
+    order: the value that each place of a word holds, from the lowest bits on; empty: in ascending order.
+    """
     count = 32 // bits
     missing = -rows.shape[1] % count
     rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=rows.dtype)], 1)
@@ -132,7 +136,7 @@ def words_of(rows: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
 
 
 def pack_weight(weight_NK: torch.Tensor, packing: Packing) -> tuple[Tensors, torch.Tensor]:
-    """The tensors of a linear by the last part of their names, and the values that they stand for, [N, K]."""
+    """Return a linear's tensors by the last parts of their names, and the values that they stand for, [N, K]."""
     groups = groups_of(packing, weight_NK.shape[1])
     codes_NK, scales_NG, zeros_NG = round_weight(weight_NK, packing, groups)
     values_NK = (codes_NK - zeros_NG[:, groups]).float() * scales_NG[:, groups]

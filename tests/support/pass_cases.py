@@ -39,7 +39,7 @@ YARN = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture, with or without its biases, at a size at which a graph is run in milliseconds."""
+    """An architecture, with or without biases, so small that its graph runs in milliseconds."""
 
     architecture: str
     qkv_bias: bool = False
@@ -114,7 +114,7 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
 
 
 def graph_for(family: Family, dtype: torch.dtype, compile_range: CompileRange, num_layers: int = 2) -> fx.Graph:
-    """A copy of a model's graph, to which passes may be applied."""
+    """Return a copy of a model's graph, which passes may rewrite."""
     _, graphs = traced(family, dtype, num_layers)
     graph = graphs.for_range(compile_range).graph
     if family.foreign:
@@ -130,7 +130,7 @@ def run_on(
     *,
     verify: bool = True,
 ) -> tuple[PassReport, ...]:
-    """Run passes strictly over a graph, where these are enabled, or others besides."""
+    """Run passes over a graph in strict mode. enabled: passes whose names count as enabled; None: those that run."""
     names = [graph_pass.name for graph_pass in enabled or passes]
     return run_passes(graph, passes, names, compile_range, CPU, strict=True, verify=verify)
 
@@ -144,13 +144,13 @@ def run_all(
     num_layers: int = 2,
     verify: bool = True,
 ) -> tuple[PassReport, ...]:
-    """Run every registered pass, or these, strictly over a model's graph."""
+    """Run passes over a model's graph in strict mode. passes: None for every registered pass."""
     graph = graph_for(family, dtype, compile_range, num_layers)
     return run_on(graph, compile_range, registered_passes() if passes is None else passes, verify=verify)
 
 
 def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Tensors) -> fx.GraphModule:
-    """The ATen graph of function(**arguments, **parameters), with sources as the trace gives them."""
+    """Return the ATen graph of function(**arguments, **parameters), with sources as a trace sets them."""
     inputs = arguments | parameters
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in inputs.values()]
@@ -162,7 +162,7 @@ def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Te
 
 
 def packed_parameters(module: fx.GraphModule) -> list[Parameter]:
-    """The inputs that a pass has packed."""
+    """Return the inputs of a graph that a pass has packed."""
     sources = [source_of(node) for node in module.graph.find_nodes(op="placeholder")]
     return [source for source in sources if isinstance(source, Parameter) and source.members]
 
@@ -191,5 +191,5 @@ def random_tensors(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]
 
 
 def targets(module: fx.GraphModule) -> list[object]:
-    """What the graph calls, in order."""
+    """Return the ops that a graph calls, in order."""
     return [node.target for node in module.graph.nodes if node.op == "call_function"]

@@ -42,7 +42,7 @@ _TRACES: dict[str, TracedGraph] = {}
 
 
 def traced(config: EngineConfig) -> TracedGraph:
-    """The same for equal configurations, which are no keys of a dictionary themselves."""
+    """Return the traced graph of a configuration's model; equal configurations share a trace."""
     key = repr(config)
     if key not in _TRACES:
         _TRACES[key] = trace(without_storage(build_model(local_model(config)), CPU), forward_signature(config))
@@ -50,7 +50,7 @@ def traced(config: EngineConfig) -> TracedGraph:
 
 
 def planned(config: EngineConfig, compile_range: CompileRange, *, fused: bool = False) -> tuple[Plan, Pieces]:
-    """Pieces as they are before they are compiled. fused: with the ops that passes put in, as on a GPU."""
+    """Return the plan of a model and its pieces, uncompiled. fused: keep the ops that passes insert, as on a GPU."""
     graphs = traced(config)
     if fused:
         module, passes = graphs.for_range(compile_range), registered_passes()
@@ -66,7 +66,7 @@ def planned(config: EngineConfig, compile_range: CompileRange, *, fused: bool = 
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
-    """One prompt, in block 0."""
+    """Return the inputs of a step with one prompt, whose keys and values are in block 0."""
     tokens = torch.arange(NUM_TOKENS)
     prompt = AttentionInputs(
         query_start_loc_R1=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),

@@ -39,7 +39,7 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 class _Seen:
-    """The mode of deterministic algorithms as Python sees it."""
+    """The mode of deterministic algorithms as Python code sees it."""
 
     def __init__(self) -> None:
         self.mode = torch.are_deterministic_algorithms_enabled()
@@ -56,7 +56,7 @@ class _Seen:
 
 @contextmanager
 def poisoned(on: bool = True) -> Iterator[None]:
-    """Have all allocations filled meanwhile, or none."""
+    """Fill all new memory with poison within a block; with `on` False, fill none."""
     before = torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
     with pytest.MonkeyPatch.context() as patch:
         if on:

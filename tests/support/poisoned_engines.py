@@ -30,14 +30,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 @dataclass(frozen=True)
 class Kind:
-    """A family with what differs from it, and the options of an engine. adapters: requests may have some. drafts: the
-    model drafts for itself."""
+    """A kind of engine: a family of models, with changes of its configuration, and the engine's options."""
 
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
-    adapters: bool = False
-    drafts: bool = False
+    adapters: bool = False  # requests may have some
+    drafts: bool = False  # the model drafts for itself
 
 
 EAGER: dict[str, Any] = {"mode": "eager"}
@@ -73,7 +72,7 @@ class Poisoned:
     adapters: list[LoRARequest | None]
 
     def results(self, requests: Iterable[tuple[list[int], SamplingParams, LoRARequest | None]]) -> list[list[int]]:
-        """The tokens of requests that are computed together. A request whose logits are not numbers has an error."""
+        """Return the tokens of requests that run together. Asserts that none ends with an error, as NaN would cause."""
         ids, params, adapters = zip(*requests, strict=True)
         prompts = [{"prompt_token_ids": each} for each in ids]
         given = {"lora_request": list(adapters)} if len(self.adapters) > 1 else {}
@@ -84,7 +83,10 @@ class Poisoned:
     def random_requests(
         self, seed: int, count: int, longer: int = 1
     ) -> list[tuple[list[int], SamplingParams, LoRARequest | None]]:
-        """With prompts of a token and of several steps, some of which share a prefix. longer: factor of lengths."""
+        """Return requests with prompts of one token up to several steps, some of which share a prefix.
+
+        longer: factor of lengths.
+        """
         draw, most = random.Random(seed), 70 * longer
         shared = [[draw.randrange(VOCABULARY) for _ in range(most)] for _ in range(2)]
         requests = []

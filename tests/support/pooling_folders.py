@@ -71,8 +71,10 @@ def write_modules(
 
 
 def make_embedder(path: Path, family: str = "qwen3", *, alone: bool = False, **modules: Any) -> Any:
-    """Write a random decoder with a tokenizer and modules; its decoder, of transformers. alone: stored without prefix
-    and output projection, as a base model."""
+    """Write a random decoder with a tokenizer and modules, and return transformers' decoder.
+
+    alone: stored without prefix and output projection, as a base model.
+    """
     model = make_checkpoint(path, family, vocab_size=VOCAB)
     if alone:
         model.base_model.save_pretrained(path)
@@ -83,7 +85,7 @@ def make_embedder(path: Path, family: str = "qwen3", *, alone: bool = False, **m
 
 
 def make_classifier(path: Path, num_labels: int = 3, family: str = "qwen3", **config: Any) -> Any:
-    """Write a random classifier of transformers with a tokenizer; the model."""
+    """Write a random classifier of transformers with a tokenizer, and return the model."""
     torch.manual_seed(11)
     made = CONFIGS[family](**(TINY | {"vocab_size": VOCAB, "pad_token_id": 0, "num_labels": num_labels} | config))
     model = AutoModelForSequenceClassification.from_config(made, dtype=torch.float32).eval().requires_grad_(False)
@@ -96,13 +98,13 @@ def make_classifier(path: Path, num_labels: int = 3, family: str = "qwen3", **co
 
 
 def hidden_states(decoder: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Of the last layer, [tokens, hidden]."""
+    """Return the hidden states of the last layer, [tokens, hidden]."""
     with torch.no_grad():
         return decoder(torch.tensor([list(ids)])).last_hidden_state[0]
 
 
 def pooled(kinds: Sequence[str], hidden_TD: torch.Tensor) -> torch.Tensor:
-    """The definition of sentence-transformers, for one text."""
+    """Return the pooled hidden states of one text, by the definition of sentence-transformers."""
     count = len(hidden_TD)
     weights = torch.arange(1, count + 1).unsqueeze(1).float()
     found = {
@@ -117,7 +119,7 @@ def pooled(kinds: Sequence[str], hidden_TD: torch.Tensor) -> torch.Tensor:
 
 
 def embedding(path: Path, decoder: Any, ids: Sequence[int], *, kinds: Sequence[str], **modules: Any) -> torch.Tensor:
-    """The vector of a text as the modules that `write_modules` wrote define it."""
+    """Return the embedding of a text as the modules that `write_modules` wrote define it."""
     vector = pooled(kinds, hidden_states(decoder, ids))
     for i, (_, _, _, activation) in enumerate(modules.get("dense", ())):
         tensors = load_file(path / f"{2 + i}_Dense" / "model.safetensors")
@@ -127,7 +129,7 @@ def embedding(path: Path, decoder: Any, ids: Sequence[int], *, kinds: Sequence[s
 
 
 def make_reranker(path: Path) -> Any:
-    """Write a random Qwen3 whose tokenizer has the tokens no and yes; the causal language model of transformers."""
+    """Write a random Qwen3 whose tokenizer has the tokens no and yes. Returns transformers' causal language model."""
     model = make_checkpoint(path, "qwen3", vocab_size=VOCAB, max_position_embeddings=1024)
     byte_level().hf.save_pretrained(path)
     values = json.loads((path / "tokenizer.json").read_text())

@@ -24,7 +24,7 @@ Sizes = tuple[int, int]
 
 
 def _tile_maxima(values: torch.Tensor, tile: Sizes) -> torch.Tensor:
-    """The largest magnitude of each tile, for each of its elements."""
+    """Return the largest magnitude of each element's tile."""
     out = torch.empty_like(values)
     for top in range(0, values.shape[0], tile[0]):
         for left in range(0, values.shape[1], tile[1]):
@@ -40,14 +40,13 @@ def _codes(values: torch.Tensor, element: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """A format. tile: of a weight of these sizes; scale: what is stored of scales [N, K], which are the same in a
-    tile. group: columns of the inputs that share a scale, 0 for a row; static: a scale is stored; None: not rounded."""
+    """A format of quantised weights in 8 bits, and how inputs are rounded."""
 
     config: Callable[[list[str]], dict[str, Any]]
-    tile: Callable[[Sizes], Sizes]
+    tile: Callable[[Sizes], Sizes]  # sizes of a weight -> sizes of its tiles
     scale_name: str
-    scale: Callable[[torch.Tensor], torch.Tensor]
-    inputs: int | str | None
+    scale: Callable[[torch.Tensor], torch.Tensor]  # scales [N, K], equal in a tile -> the stored scales
+    inputs: int | str | None  # columns that share a scale, 0: whole rows; "static": a stored scale; None: not rounded
     config_file: str = ""
     element: str = "e4m3"
 
@@ -177,7 +176,10 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _largest_inputs(model: Any, linears: dict[str, nn.Module]) -> dict[str, float]:
-    """Of a calibration with random tokens; linears of one input have one scale."""
+    """Return the largest input of each linear in a calibration with random tokens.
+
+    Linears with the same input have the same value.
+    """
     found: dict[str, float] = {}
 
     def note(path: str) -> Callable[..., None]:

@@ -51,7 +51,7 @@ class Distance(NamedTuple):
 
 
 def held_out(windows: int) -> list[list[int]]:
-    """The first tokens of the text."""
+    """Return the first tokens of the held-out text, in windows."""
     ids = load_tokenizer(BUNDLED_MODEL_PATH).hf.encode(
         (BUNDLED_MODEL_PATH / "held_out.txt").read_bytes().decode(), add_special_tokens=False, verbose=False
     )
@@ -66,7 +66,7 @@ def fused(folder: Path, dtype: str) -> FusedModel:
 
 @torch.no_grad()
 def logprobs_of(model: Any, text: list[int]) -> torch.Tensor:
-    """Log-probabilities [length, V] of a model of transformers."""
+    """Return log-probabilities [length, V] by a model of transformers."""
     found: torch.Tensor = model(torch.tensor([text])).logits[0].float().log_softmax(-1)
     return found
 

@@ -58,7 +58,7 @@ ALONE = (*INTEGERS, "e2m1 1x16", "e2m1 1x32", "uint4 1x16")
 
 
 def codes(shape: tuple[int, ...], generator: torch.Generator, device: str, element: str = "e4m3") -> torch.Tensor:
-    """All patterns of e4m3 but NaN, or of int8 but -128."""
+    """Return random codes with all patterns of e4m3 but NaN, or of int8 but -128."""
     if element == "int8":
         return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     patterns = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
@@ -67,18 +67,18 @@ def codes(shape: tuple[int, ...], generator: torch.Generator, device: str, eleme
 
 
 def packed(scheme: LinearScheme, num_rows: int, k: int, generator: torch.Generator, device: str) -> torch.Tensor:
-    """All patterns of a byte."""
+    """Return random packed codes with all patterns of a byte."""
     shape = scheme.weight.stored(num_rows, k)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(scheme.weight.dtype).to(device)
 
 
 def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
-    """Log-uniform over DECADES."""
+    """Return random scales, log-uniform over DECADES."""
     return (10 ** (DECADES * (torch.rand(shape, generator=generator) - 1)) / 448).to(device)
 
 
 def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of the op. x: codes times powers of two, the largest of each tile the largest code times one."""
+    """Return the op's arguments. x: codes times powers of two; in each tile the largest code occurs with factor 1."""
     parsed = LinearScheme.parse(scheme)
     generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
     T, N, K = case.num_tokens, case.num_rows, case.k
@@ -118,7 +118,7 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
 
 
 def in_words(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with codes, scales and zero points as Hopper's kernel reads them."""
+    """Return the arguments with codes, scales and zero points in the layout of Hopper's kernel."""
     zeros = given["zeros_RC"]
     return given | {
         "codes_NK": to_words(given["codes_NK"]),
@@ -130,7 +130,10 @@ def in_words(given: dict[str, Any]) -> dict[str, Any]:
 def assert_kernels_compute_the_reference(
     case: Case, scheme: str, dtype: torch.dtype, change: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> None:
-    """On a GPU, into memory that was NaN, and in a graph that is replayed. change: of the kernels' arguments."""
+    """Compare the kernels with the reference on a GPU, with memory that was NaN, also in a replayed graph.
+
+    change: of the kernels' arguments.
+    """
     given = arguments_of(case, scheme, dtype, "cuda")
     expected = reference(**given).float()
     given = change(given)

@@ -36,7 +36,7 @@ def install(folder: Path) -> Path | None:
 
 
 def main(compiler: str, folder: Path, arguments: Sequence[str]) -> int:
-    """Returns g++'s exit status."""
+    """Compile, or return an earlier result. Returns g++'s exit status."""
     options = [each for each in arguments if not each.endswith(".cpp")]
     sources = [Path(each) for each in arguments if each.endswith(".cpp")]
     if "-o" not in options[:-1] or len(sources) != 1 or not sources[0].is_file():
@@ -69,7 +69,10 @@ def keep(output: Path, kept: Path) -> None:
 
 
 def with_header(compiler: str, folder: Path, options: Sequence[str]) -> Path:
-    """A folder with the header compiled with these options: whoever comes first compiles it, and others wait."""
+    """Return a folder with the header compiled with these options.
+
+    The first process compiles it; other processes wait for that.
+    """
     of_compiling = [each for each in options if not each.startswith(FOR_THE_LINKER)]
     own = folder / digest(b"", *of_compiling)[:16]
     compiled = own / f"{HEADER}.gch"

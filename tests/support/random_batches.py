@@ -23,7 +23,7 @@ SIZES = {"tiny": (240, 50), "small": (420, 150), "large": (3500, 2300)}
 
 
 def random_case(seed: int, size: str) -> Case:
-    """A batch, equal for equal seeds."""
+    """Return a random batch; equal seeds give equal batches."""
     draw = random.Random(seed)
     longest, most = SIZES[size]
     requests = [Request(draw.randint(1, longest), 1) for _ in range(draw.choice([0, 1, 1, 3, 7]))]
@@ -58,7 +58,7 @@ def random_case(seed: int, size: str) -> Case:
 
 
 def verdict(backend_name: str, case: Case, device: str, dtype: torch.dtype, *, captured: bool = False) -> str:
-    """What is wrong with a batch that a step planned; "right", or "refused" by the backend. captured: in a graph."""
+    """Plan and run a batch. Returns "right", "refused" or the mistake. captured: in a graph."""
     case = case.sized(backend_name)
     asked = case.asked(device, dtype)
     if refusal(backend_name, asked):
@@ -91,8 +91,10 @@ def is_poisoned() -> bool:
 
 
 def main(first: int, count: int) -> None:
-    """Print what is wrong in the interpreter, in 16-bit tiles. Contexts of caches of 8 bits are decoded in every step
-    with prompts, as they are in large ones."""
+    """Print the mistakes in the interpreter, in 16-bit tiles.
+
+    Contexts of 8-bit caches are decoded in every step with prompts, as large contexts are.
+    """
     triton_backend.FEWEST_TOKENS = 1
     torch.set_num_threads(1)
     verdicts = {}

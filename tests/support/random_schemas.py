@@ -9,7 +9,7 @@ from typing import Any
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """An object whose strings, arrays and numbers are bounded, to this depth."""
+    """Return the schema of a random object of this depth, whose strings, arrays and numbers are bounded."""
     names = rng.sample(["name", "id", "tags", "a b", "größe", "x-1", "_", "nested"], rng.randint(1, 4))
     return {
         "type": "object",
@@ -47,7 +47,10 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def is_valid(value: Any, schema: dict[str, Any]) -> bool:
-    """By the meaning of the keywords that random_schema uses; an oracle apart from the library that makes masks."""
+    """Return whether a value satisfies a schema, for the keywords that random_schema uses.
+
+    It is an oracle independent of the library that makes masks.
+    """
     if "anyOf" in schema:
         return any(is_valid(value, each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -84,5 +87,5 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Where 1 is not True."""
+    """Return whether JSON values are equal; 1 does not equal True."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)

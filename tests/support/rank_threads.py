@@ -32,23 +32,18 @@ class Killed(BaseException):
 
 @dataclass
 class ScriptedRunner:
-    """One rank's executor and runner in one. A step's result has its number, and how many masks came for it.
-
-    fails, fails_later: by step, what is raised when it is launched, or by its result. waits_for: what its result waits
-    for; launches: what its launch sets. delay_s: how long each result takes. killed: ends it. told: what it was told,
-    in order.
-    """
+    """One rank's executor and runner. A step's result has its number, and the number of masks that came for it."""
 
     rank: int
     num_blocks: int = 7
     cache_key: str | None = "key"
-    fails: dict[int, Exception] = field(default_factory=dict)
-    fails_later: dict[int, Exception] = field(default_factory=dict)
-    waits_for: dict[int, threading.Event] = field(default_factory=dict)
-    launches: dict[int, threading.Event] = field(default_factory=dict)
-    delay_s: float = 0.0
-    killed: threading.Event = field(default_factory=threading.Event)
-    told: list[Any] = field(default_factory=list)
+    fails: dict[int, Exception] = field(default_factory=dict)  # by step, raised at its launch
+    fails_later: dict[int, Exception] = field(default_factory=dict)  # by step, raised by its result
+    waits_for: dict[int, threading.Event] = field(default_factory=dict)  # by step, awaited by its result
+    launches: dict[int, threading.Event] = field(default_factory=dict)  # by step, set at its launch
+    delay_s: float = 0.0  # duration of each result
+    killed: threading.Event = field(default_factory=threading.Event)  # ends the rank
+    told: list[Any] = field(default_factory=list)  # what it got, in order
     runs_begun: int = 0
     runs_ended: int = 0
     num_exchanges: int = 0
@@ -116,7 +111,7 @@ class ScriptedRunner:
 
 
 class RankThread:
-    """See WorkerChild. `hang_up` ends its connection, as the end of its process does."""
+    """Takes the place of a WorkerChild. `hang_up` ends its connection, as the end of a process does."""
 
     def __init__(self, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
         self.socket, self._other = socket.socketpair()
@@ -160,7 +155,7 @@ class RankThread:
 
 
 class RankThreads:
-    """See LaunchedWorkers."""
+    """Takes the place of LaunchedWorkers, with threads for ranks."""
 
     def __init__(self, count: int, folder: Path, capacity: int) -> None:
         self.steps, self.results = RingDescriptors.make(count, capacity), RingDescriptors.make(1, capacity)
@@ -183,7 +178,7 @@ class RankThreads:
 
 @dataclass
 class Launch:
-    """Records the arguments of an executor's ranks. joined: (device, rank, size). beats: ranks with signs of life."""
+    """Records the arguments of an executor's ranks. joined: (device, rank, size). beats: ranks that sent heartbeats."""
 
     runners: list[ScriptedRunner]
     children: list[RankThread] = field(default_factory=list)
@@ -204,8 +199,10 @@ def rank_threads(
     progress: bool = False,
     capacity: int = 1 << 16,
 ) -> Iterator[tuple[MultiprocessExecutor, Launch]]:
-    """An executor whose ranks are threads. `prepare` may change the runners before they start. capacity: bytes of each
-    ring."""
+    """Run an executor whose ranks are threads. `prepare` may change the runners before they start.
+
+    capacity: bytes of each ring buffer.
+    """
     parallel = config.parallel
     count = parallel.devices_per_replica
     runners = [ScriptedRunner(rank) for rank in range(count)]

@@ -15,7 +15,7 @@ Work = Callable[[], torch.Tensor]
 
 
 class RecordedGraph:
-    """As a CUDA graph: fixed results, attention only where it was captured."""
+    """Takes the place of a CUDA graph: fixed results, attention only where it was captured."""
 
     def __init__(self, capture: RecordedCapture, work: Work, in_segments: bool):
         self._capture, self._work, self._in_segments = capture, work, in_segments
@@ -32,7 +32,7 @@ class RecordedGraph:
 
 
 class RecordedCapture:
-    """Implements `Capture`."""
+    """Implements `Capture` by recording calls on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device

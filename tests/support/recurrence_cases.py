@@ -21,14 +21,13 @@ NAN = float("nan")
 
 
 class Of(NamedTuple):
-    """A request in a step: its tokens, and those before; its drafts, and rows for drafts that do not exist; how many
-    drafts of the step before were right. A step of requests with as many rows of one token says so."""
+    """A request's tokens in a step, and what precedes them."""
 
-    length: int
-    before: int | None  # None: a row of padding
+    length: int  # tokens in the step
+    before: int | None  # earlier tokens; None: a row of padding
     drafts: int = 0
-    missing: int = 0
-    right: int = 0
+    missing: int = 0  # rows for drafts that do not exist
+    right: int = 0  # drafts of the previous step that were right
 
 
 STEPS: tuple[tuple[Of, ...], ...] = (
@@ -50,7 +49,7 @@ DRAFTED_STEPS: tuple[tuple[Of, ...], ...] = (
 
 
 def sequences_of(step: Sequence[Of], generator: torch.Generator) -> tuple[Sequences, dict[int, Of]]:
-    """The step's requests, each in a random row, and the request of each row."""
+    """Return the step's requests, each in a random row, and the request of each row."""
     rows, lens, seq_lens = list[int](), list[int](), list[int]()
     at = torch.randperm(NUM_ROWS, generator=generator)[: len(step)].tolist()
     for row, request in zip(at, step, strict=True):
@@ -72,7 +71,7 @@ def sequences_of(step: Sequence[Of], generator: torch.Generator) -> tuple[Sequen
 
 
 def last_inputs(state_SDN: torch.Tensor, count: int, requests: dict[int, Of]) -> torch.Tensor:
-    """The states of a convolution, with NaN in all slots but those of the last `count` positions of requests."""
+    """Return a convolution's states with NaN in all slots except those of the requests' last `count` positions."""
     poisoned_SDN = torch.full_like(state_SDN, NAN)
     for row, request in requests.items():
         assert request.before is not None
@@ -84,8 +83,10 @@ def last_inputs(state_SDN: torch.Tensor, count: int, requests: dict[int, Of]) ->
 def convolution(
     step: Sequence[Of], seed: int, dtype: torch.dtype = torch.float32, channels: int = 70, drafts: int = 0
 ) -> tuple[list[Any], Sequences]:
-    """Arguments of `convolve` before the sequences, and these; x, and what it is multiplied with, if it is, are columns
-    of wider tensors. drafts: most of a request, for which there is room."""
+    """Return the arguments of `convolve` before the sequences, and the sequences.
+
+    x, and what it may be multiplied with, are columns of wider tensors. drafts: the most drafts of a request.
+    """
     generator = torch.Generator().manual_seed(seed)
     (sequences, requests), width = sequences_of(step, generator), 3 + seed % 2
     num_tokens = int(sequences.query_start_loc_R1[-1])
@@ -103,8 +104,10 @@ def convolution(
 def matrix_states(
     requests: dict[int, Of], sizes: tuple[int, int, int], drafts: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, Drafted | None]:
-    """Random states of requests with earlier tokens, and of right drafts; all else is poisoned. sizes: heads, elements
-    of a key and of a value. drafts: most of a request; 0 for none, and no room for them."""
+    """Return random states of requests with earlier tokens, and of right drafts; all else is poisoned.
+
+    sizes: heads, elements of a key and of a value. drafts: the most drafts of a request; 0: no room for any.
+    """
     heads, key, value = sizes
     state_SHkv = torch.full((NUM_ROWS, heads, key, value), NAN)
     state_SHkv[[*requests]] = torch.randn(len(requests), heads, key, value, generator=generator)
@@ -131,10 +134,10 @@ def rule(
     sizes: tuple[int, int] = (24, 40),
     drafts: int = 0,
 ) -> tuple[list[Any], Sequences]:
-    """Arguments of `apply_rule` before the sequences, and these; queries, keys and values are columns of one tensor.
+    """Return the arguments of `apply_rule` before the sequences, and the sequences.
 
-    Keys of neighbouring tokens are alike, as those of repeated text are. sizes: of a key and of a value. drafts: most
-    of a request, for which there is room.
+    Queries, keys and values are columns of one tensor. Keys of neighbouring tokens are alike, as in repeated text.
+    sizes: of a key and of a value. drafts: the most drafts of a request.
     """
     generator = torch.Generator().manual_seed(seed)
     (sequences, requests), (key, value), groups = sequences_of(step, generator), sizes, 1 + seed % 2
@@ -158,8 +161,11 @@ def space(
     sizes: tuple[int, int] = (24, 40),
     drafts: int = 0,
 ) -> tuple[list[Any], Sequences]:
-    """Arguments of `scan` before the sequences, and these; x, B, C and step sizes are columns of wider tensors. Step
-    sizes are from tiny to large ones, in some cases limited. sizes: of a state for each element, and of a head."""
+    """Return the arguments of `scan` before the sequences, and the sequences.
+
+    x, B, C and step sizes are columns of wider tensors. Step sizes are tiny to large, and in some cases limited. sizes:
+    of a state for each element, and of a head.
+    """
     generator = torch.Generator().manual_seed(seed)
     (sequences, requests), (key, value), groups = sequences_of(step, generator), sizes, 1 + seed % 2
     num_tokens, heads = int(sequences.query_start_loc_R1[-1]), 2 * groups
@@ -193,7 +199,7 @@ def check(
     device: torch.device,
     tolerance: float,
 ) -> None:
-    """Raise AssertionError unless both leave the same results and states; what nothing wrote is still NaN."""
+    """Assert that kernel and reference give the same results and states, and that unwritten memory is still NaN."""
     expected, found = copied(arguments, torch.device("cpu")), copied(arguments, device)
     reference(*expected, sequences)
     kernel(*found, Sequences(*(x.to(device) for x in sequences.on_device), sequences.host_3))

@@ -29,7 +29,7 @@ STATES = ("num_computed_S", "prefill_len_S", "last_token_S", "block_table_SB")
 
 
 class Case:
-    """States and buffers with random content; equal for equal seeds, whatever the device."""
+    """States and buffers with random content, equal for equal seeds on any device."""
 
     def __init__(self, seed: int, device: torch.device):
         random_ = random.Random(seed)
@@ -86,7 +86,7 @@ class Case:
 
 
 def check(seed: int, device: torch.device) -> None:
-    """Prepare, then advance: the kernels on `device`, the references on the CPU."""
+    """Check the kernels prepare and advance on `device` against their references on the CPU."""
     case, reference = Case(seed, device), Case(seed, torch.device("cpu"))
     launch_prepare(case.states, case.buffers, case.num_rows, case.num_tokens, case.decodes_only)
     prepare_reference(

@@ -32,7 +32,7 @@ MODEL = "small"
 
 
 class RunningServer:
-    """url: where it is. ended_with: what `serve` returned."""
+    """A server in a thread of this process. url: its address. ended_with: the result of `serve`."""
 
     def __init__(self, engine: Any, options: ServerOptions) -> None:
         self.engine = engine
@@ -57,7 +57,7 @@ class RunningServer:
                 time.sleep(0.02)
 
     def stop(self) -> None:
-        """As a signal does, twice."""
+        """Stop the server as two signals would."""
         for _ in range(2):
             self.loop.call_soon_threadsafe(self.server.handle_exit, 15, None)
         self.join()
@@ -73,7 +73,7 @@ class RunningServer:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error, which has OpenAI's shape."""
+    """Return the error in a response, and assert that it has OpenAI's format."""
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert response.headers["content-type"] == "application/json"
@@ -92,7 +92,7 @@ def running(engine: Any, **options: Any) -> Iterator[RunningServer]:
 
 
 class ScriptedEngine:
-    """Answers every prompt with the same texts, one chunk after the other; what it is asked for is in `asked`."""
+    """An engine that answers every prompt with the same chunks of text. `asked` has the calls."""
 
     def __init__(self, engine: AsyncLLM, chunks: Sequence[str] = (), finish_reason: str = "stop") -> None:
         self._engine = engine
@@ -132,7 +132,7 @@ class ScriptedEngine:
             await asyncio.sleep(self.pause_s)
 
     async def prepare_structured_outputs(self) -> None:
-        """The engine itself may be at work on another event loop."""
+        """Do nothing: the wrapped engine may be in use on another event loop."""
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

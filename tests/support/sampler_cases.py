@@ -22,7 +22,7 @@ EOS = 2
 
 @dataclass
 class Output:
-    """What a batch came to, on the host."""
+    """The tokens and log-probabilities of a batch, on the host."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -41,7 +41,7 @@ def logprob_entries(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> list[TokenLogprobs | None]:
-    """What batch_logprobs has for each row, cut to what that asks for, once it has come from the device."""
+    """Return the log-probabilities from batch_logprobs for each row, as many as the row asks for, on the host."""
     entries: list[TokenLogprobs | None] = [None] * len(logits_SV)
     if num_logprobs_S is None:
         return entries

@@ -33,7 +33,7 @@ EOS = 2
 def strided_logits(
     num_samples: int, vocab_size: int, dtype: torch.dtype, seed: int, ties: bool = False
 ) -> torch.Tensor:
-    """[S, V] of a tensor with longer rows, NaN in the gaps; some are minus infinity."""
+    """Return logits [S, V] that are a part of longer rows, with NaN in the gaps. Some are minus infinity."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.full((num_samples, vocab_size + 3), torch.nan, dtype=dtype)
     logits = 3 * torch.randn(num_samples, vocab_size, generator=generator)
@@ -45,14 +45,14 @@ def strided_logits(
 
 
 def to_device(logits_SV: torch.Tensor, device: str) -> torch.Tensor:
-    """The same values with the same stride."""
+    """Return a copy on the device with the same values and stride."""
     base = logits_SV._base
     assert base is not None
     return base.to(device)[:, : logits_SV.shape[1]]
 
 
 def row_indices(num_samples: int, seed: int, padding: bool = True) -> torch.Tensor:
-    """int32 [S] from 0 to NUM_ROWS - 1; a few rows are padding."""
+    """Return int32 [S] with rows from 0 to NUM_ROWS - 1; a few are padding."""
     generator = np.random.default_rng(seed)
     rows = generator.permutation(NUM_ROWS)[:num_samples].astype(np.int32)
     if padding and num_samples > 1:
@@ -108,7 +108,7 @@ def filter_requests(vocab_size: int, count: int, seed: int) -> list[SamplingPara
 
 
 def thresholds_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype, ties: bool) -> None:
-    """The kept tokens are the same, but for logits at which sums differ from the limit by rounding alone."""
+    """Check that thresholds keep the same tokens, except where sums differ from the limit by rounding alone."""
     logits_SV = strided_logits(num_samples, vocab_size, dtype, vocab_size + 1, ties)
     requests = filter_requests(vocab_size, NUM_ROWS, vocab_size)
     fields = {name: np.array([filter_fields(params)[name] for params in requests], np.float32) for name in FIELDS}
@@ -131,7 +131,7 @@ def thresholds_match(device: str, num_samples: int, vocab_size: int, dtype: torc
 
 
 def check_rounding(logits_V: torch.Tensor, differ_V: torch.Tensor, params: SamplingParams) -> None:
-    """Between the two thresholds the probabilities' sum differs from top_p by less than float32 sums may be off."""
+    """Check that the probabilities above both thresholds differ from top_p by rounding of float32 sums alone."""
     assert params.top_p < 1, params
     weights_V = ((logits_V.double() - logits_V.max()) / params.temperature).exp()
     by_value = torch.unique(logits_V[differ_V])
@@ -157,7 +157,7 @@ def edit_requests(vocab_size: int) -> list[SamplingParams]:
 
 
 def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
-    """Additions, penalties and history over three steps; outputs end as bad words begin."""
+    """Check additions, penalties and history over three steps; outputs end with the beginnings of bad words."""
     requests = edit_requests(vocab_size)
     generator = torch.Generator().manual_seed(vocab_size)
     row_index_S = row_indices(num_samples, num_samples, padding=False)
@@ -197,7 +197,7 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
 
 
 def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
-    """Some rows have a mask, some of them the same; what lies between rows of logits stays as it is."""
+    """Check masks, which some rows have and some share; memory between rows of logits must not change."""
     generator = np.random.default_rng(vocab_size + num_samples)
     words = generator.integers(-(2**31), 2**31, (num_samples, num_words(vocab_size)), dtype=np.int64)
     masks_S = [mask if generator.random() < 0.7 else None for mask in words.astype(np.int32)]
@@ -222,7 +222,7 @@ def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
 
 
 def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """For few and many tokens, in a batch and alone, with ties and minus infinity."""
+    """Check log-probabilities of few and many tokens, in a batch and alone, with ties and minus infinity."""
     logits_SV = strided_logits(num_samples, vocab_size, dtype, 5, ties=True)
     logits_SV[0] = -torch.inf
     logits_SV[0, 1] = 4.0
@@ -239,7 +239,7 @@ def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.
 
 
 def same_logprobs(got: list[TokenLogprobs | None], expected: list[TokenLogprobs | None]) -> None:
-    """But for which of equally likely tokens come first."""
+    """Assert that log-probabilities are equal, except for the order of equally likely tokens."""
     for one, other in zip(got, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -249,7 +249,7 @@ def same_logprobs(got: list[TokenLogprobs | None], expected: list[TokenLogprobs 
 
 
 def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) -> None:
-    """Requests with everything, that come and go: the kernels' tokens and log-probabilities are the CPU's."""
+    """Check that kernels and CPU sample the same tokens for requests with all parameters that come and go."""
     requests = [
         SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
         SamplingParams(temperature=0.8),
@@ -313,7 +313,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
 
 
 def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) -> None:
-    """A row alone, and among others at other places with padding: the same token."""
+    """Check that a row gets the same token alone as among other rows, in other places and with padding."""
     logits_SV = strided_logits(num_samples, vocab_size, torch.float32, 9)
     sampler = Sampler(RowFields(NUM_ROWS, device, triton=True), vocab_size)
     requests = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0)]
@@ -336,7 +336,11 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
 
 
 def degenerate_logits(device: str, vocab_size: int, triton: bool) -> None:
-    """Minus infinity for all but one: that one. For all, or any NaN: no token. The largest floats: any token."""
+    """Check rows of extreme logits.
+
+    If all but one are minus infinity, that token is chosen. If all are, or one is NaN, no token is. Of the largest
+    floats, any token may be chosen.
+    """
     filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
     requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 1e37) for each in filters]
     sampler = Sampler(RowFields(len(requests), device, triton), vocab_size)
@@ -363,7 +367,7 @@ def degenerate_logits(device: str, vocab_size: int, triton: bool) -> None:
 
 
 def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts of 25 tokens and their exact probabilities."""
+    """Return how often each of 25 tokens was drawn, and the exact probabilities."""
     logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))
     requested = SamplingParams(**params)
     sampler = Sampler(RowFields(NUM_ROWS, device, triton=True), 25)

@@ -15,7 +15,7 @@ PATTERNS = {"regex": "[a-z0-9 ]+", "grammar": 'start: "[a-z]+"', "whitespace_pat
 
 @schemathesis.hook
 def filter_case(context: Any, case: Any) -> bool:
-    """Whether the fields of a request go together, as far as they have the right types."""
+    """Return whether the fields of a request go together, as far as they have the right types."""
     body = case.body
     if not isinstance(body, dict):
         return True
@@ -27,12 +27,12 @@ def filter_case(context: Any, case: Any) -> bool:
 
 
 def forbids_all(body: dict[str, Any]) -> bool:
-    """What is allowed may be forbidden again: all of it is a 400 of the code no_token_allowed."""
+    """Return whether a request forbids all tokens that it allows: a 400 of the code no_token_allowed."""
     return bool(body.get("allowed_token_ids")) and any(body.get(name) for name in FORBIDS)
 
 
 def has_other_lengths(body: dict[str, Any]) -> bool:
-    """min_tokens must not be above max_tokens, and max_completion_tokens is the same as that."""
+    """Return whether min_tokens exceeds max_tokens, or max_tokens and its synonym max_completion_tokens differ."""
     most = [
         body[name] for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if is_number(body, name)
     ]
@@ -41,7 +41,7 @@ def has_other_lengths(body: dict[str, Any]) -> bool:
 
 
 def has_other_completions(body: dict[str, Any]) -> bool:
-    """Greedy completions of one prompt would all be the same, and prompt_logprobs do not come in a stream."""
+    """Return whether a request asks for several greedy completions, all equal, or streams prompt_logprobs."""
     number, prompts = body.get("n") if is_number(body, "n") else 1, body.get("prompt")
     if isinstance(prompts, list) and prompts and not is_number({"first": prompts[0]}, "first"):
         number *= len(prompts)
@@ -51,18 +51,21 @@ def has_other_completions(body: dict[str, Any]) -> bool:
 
 
 def stops_at_no_text(body: dict[str, Any]) -> bool:
-    """Stop strings are looked for in text, which an answer that is not detokenised has not."""
+    """Return whether a request has stop strings but is not detokenised."""
     return body.get("detokenize") is False and bool(body.get("stop"))
 
 
 def continues_and_begins(body: dict[str, Any]) -> bool:
-    """An answer continues the last message or begins anew."""
+    """Return whether a request both continues the last message and begins an answer."""
     return body.get("continue_final_message") is True and body.get("add_generation_prompt") is True
 
 
 def may_not_compile(body: dict[str, Any]) -> bool:
-    """A form that is none, or one whose tokens other fields forbid. Schemas and choices made at random are forms, as
-    unknown keywords have no effect; expressions and grammars hardly ever are."""
+    """Return whether a request has an invalid grammar, or one whose tokens other fields forbid.
+
+    Random schemas and choices are valid, as unknown keywords have no effect; random expressions and grammars hardly
+    ever are.
+    """
     form, described = body.get("structured_outputs"), body.get("response_format")
     if isinstance(form, dict):
         texts = {name: form[name] for name in ("json", *PATTERNS) if isinstance(form.get(name), str)}

@@ -17,7 +17,7 @@ Work = Callable[[], torch.Tensor]
 
 @dataclass
 class ScriptedGraph:
-    """Returns its memory with `reset`: all of the pool, and of the driver's what is not `kept`."""
+    """A graph whose `reset` returns its memory: all of the pool's, and of the driver's all that is not `kept`."""
 
     device: ScriptedCapture
     key: GraphKey
@@ -34,15 +34,11 @@ class ScriptedGraph:
 
 @dataclass
 class ScriptedCapture:
-    """Implements `Capture` and `Capturable`.
+    """Implements `Capture` and `Capturable` with scripted memory."""
 
-    takes: memory of a key's capture. lazy: bytes that the first warm-up of a key takes of the pool and the driver each.
-    kept: bytes that the driver keeps of each graph that is reset.
-    """
-
-    takes: Callable[[GraphKey], MemoryReading] = lambda key: MemoryReading(0, 0)
-    lazy: int = 0
-    kept: int = 0
+    takes: Callable[[GraphKey], MemoryReading] = lambda key: MemoryReading(0, 0)  # memory of a key's capture
+    lazy: int = 0  # bytes that the first warm-up of a key takes of the pool and of the driver
+    kept: int = 0  # bytes that the driver keeps of each graph that is reset
     log: list[tuple[object, ...]] = field(default_factory=list)
     pool: int = 1000
     driver: int = 2000
@@ -108,5 +104,5 @@ class ScriptedCapture:
         return self.ids
 
     def done(self, *kinds: str) -> list[str]:
-        """The names of the keys for which one of these was done, in order."""
+        """Return the names of the keys for which one of these kinds of work was done, in order."""
         return [str(entry[1]) for entry in self.log if entry[0] in kinds]

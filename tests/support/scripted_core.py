@@ -11,10 +11,10 @@ from compiled_engine.sampling.token_mask import TokenMask
 
 
 class ScriptedCore:
-    """`script` gives the tokens that a request says, until an end-of-sequence or stop token, or max_tokens.
+    """A core whose requests generate the tokens of a script, until a stop token or max_tokens.
 
-    `tokens_a_step`: how many a request says, or a function that is asked each time. `before_step` is called with the
-    step's number before it. `live` are the requests under way.
+    `tokens_a_step`: how many tokens a request gets per step, or a function that returns this. `before_step` is called
+    with the step's number before the step. `live` are the running requests.
     """
 
     def __init__(
@@ -100,5 +100,5 @@ class ScriptedCore:
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
-    """The token at rank 3, after tokens 5 and 6."""
+    """Return log-probabilities of a token at rank 3, after tokens 5 and 6."""
     return TokenLogprobs((token_id, 5, 6), (-3.0, -0.5, -1.0), rank=3)

@@ -9,7 +9,7 @@ from compiled_engine.features.speculation.draft_length import DraftLength, Draft
 
 
 class AnyLength(DraftLength):
-    """Any number of drafts, and at some steps the head rests; no choice depends on the machine's speed."""
+    """Chooses a random number of drafts, and lets the head rest in some steps. No choice depends on measured times."""
 
     share_at_rest = 0.08
 
@@ -24,6 +24,6 @@ class AnyLength(DraftLength):
 
 
 class AtRest(AnyLength):
-    """The head rests from the first prompt on."""
+    """Lets the head rest from the first prompt on."""
 
     share_at_rest = 1.0

@@ -23,7 +23,7 @@ BLOCK = 8  # rows of gate that lie together, followed by as many of up
 
 
 def box(descriptor: Any, *place: int) -> torch.Tensor:
-    """The box of a descriptor that begins at this place, zero beyond the tensor, in fp32."""
+    """Return the box of a TMA descriptor that begins at this place, in fp32, with zeros beyond the tensor."""
     base = descriptor.base
     elements = base.untyped_storage().nbytes() // base.element_size() - base.storage_offset()
     flat, offset, inside = base.as_strided((elements,), (1,)), torch.tensor(0), torch.tensor(True)
@@ -38,7 +38,7 @@ def box(descriptor: Any, *place: int) -> torch.Tensor:
 
 
 def write_box(descriptor: Any, values: torch.Tensor, *place: int) -> None:
-    """Store a box, but for what lies beyond the tensor."""
+    """Store a box, except for its part beyond the tensor."""
     assert list(values.shape) == list(descriptor.block_shape), (values.shape, descriptor.block_shape)
     rows, columns = (
         slice(min(first, length), min(first + size, length))
@@ -49,7 +49,7 @@ def write_box(descriptor: Any, values: torch.Tensor, *place: int) -> None:
 
 
 def ended(y_NT: torch.Tensor, gated: bool, activation: str) -> torch.Tensor:
-    """[rows, tokens] -> [outputs, tokens]: blocks of gate, each followed by its up, become one."""
+    """Convert results [rows, tokens] to [outputs, tokens]: a block of gate and the block of up after it become one."""
     if not gated:
         return y_NT
     gate, up = y_NT.unflatten(0, (-1, 2, BLOCK)).unbind(1)
@@ -57,7 +57,7 @@ def ended(y_NT: torch.Tensor, gated: bool, activation: str) -> torch.Tensor:
 
 
 def weight_rows(first: int, count: int, outputs: int, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the weight that `count` rows of a tile are, and whether they are there; first: their first output."""
+    """Return the rows of the weight that a tile's `count` rows are, and whether each exists. first: first output."""
     row = torch.arange(count)
     if not gated:
         return first + row, first + row < outputs
@@ -66,7 +66,7 @@ def weight_rows(first: int, count: int, outputs: int, gated: bool) -> tuple[torc
 
 
 def spread(scales: torch.Tensor, rows: torch.Tensor, there: torch.Tensor, tile: tuple[int, int], k: int) -> Any:
-    """The scale of each element of these rows of a weight."""
+    """Return the scale of each element of these rows of a weight."""
     tile_rows, tile_columns = tile
     blocks = -(-k // tile_columns) if tile_columns else 1
     columns = torch.arange(k) // (tile_columns or k)
@@ -74,7 +74,7 @@ def spread(scales: torch.Tensor, rows: torch.Tensor, there: torch.Tensor, tile: 
 
 
 def input_scales(scales: torch.Tensor, first: int, tokens: int, stride: int, columns: int, k: int) -> torch.Tensor:
-    """The scale of each element of these tokens' inputs; all are read, whether tokens are there or not."""
+    """Return the scale of each element of these tokens' inputs. All are read, also of tokens that do not exist."""
     elements = scales.untyped_storage().nbytes() // scales.element_size()
     flat = scales.as_strided((elements,), (1,))
     block = torch.arange(k) // (columns or k)
@@ -83,7 +83,7 @@ def input_scales(scales: torch.Tensor, first: int, tokens: int, stride: int, col
 
 @dataclass
 class Scripted:
-    """The three kernels, with the grid and options of the last launch."""
+    """The three scripted kernels, with the grid and the options of the last launch."""
 
     calls: list[tuple[str, tuple[int, ...], dict[str, Any]]] = field(default_factory=list)
 
@@ -200,7 +200,7 @@ class Scripted:
 
 @contextmanager
 def scripted_hopper(capability: tuple[int, int] = (9, 0)) -> Iterator[Scripted]:
-    """Meanwhile the host takes the CPU for a GPU, by default a Hopper, whose kernels of linears are scripted."""
+    """Let the host take the CPU for a GPU with scripted kernels of linears, by default a Hopper, within a block."""
     scripted = Scripted()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_linear_kernel, "hopper_linear_kernel", scripted.kernel("linear"))

@@ -23,7 +23,7 @@ SMALL = {
 
 
 class Served:
-    """A server in a process of its own; url is where it listens."""
+    """A server in a process of its own. url: its address."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPILED_ENGINE_PORT": "0", **variables}

@@ -29,7 +29,7 @@ from compiled_engine.sampling.token_mask import TokenMask, ask
 
 @dataclass
 class Record:
-    """A request, what should come out of it, and what did."""
+    """A request, the output that is expected of it, and the output so far."""
 
     request: EngineRequest
     token_mask: TokenMask | None
@@ -53,13 +53,12 @@ def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
 
 
 class SimulatedEngine:
-    """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
+    """A scheduler and a fake runner. A step is `begin_step` (schedule, execute), then `finish_step` (update).
 
-    Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner. draft_length: see
-    DraftPlan. snapshots: those that another feature knows too. further: features besides those that the other
-    arguments ask for.
-    copies: those of KV offload, for which requests wait while others overtake them.
+    Requests may come between the two. Up to `steps_in_flight` steps are begun and not finished. A result is known to
+    the scheduler no sooner than the step is finished. max_new_tokens_per_step, yields, num_snapshots: see FakeRunner.
+    draft_length: see DraftPlan. snapshots: those that another feature knows too. further: features besides those that
+    the other arguments ask for. copies: those of KV offload, for which requests wait while others overtake them.
     """
 
     def __init__(
@@ -176,13 +175,16 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
 
     def begin_step(self) -> SchedulerOutput:
-        """A step that must compute something."""
+        """Begin a step, which must compute something."""
         step = self.try_step()
         assert step is not None, "nothing is computed"
         return step
 
     def try_step(self) -> SchedulerOutput | None:
-        """None if everything that is left waits for a step in flight, or the newest one for its masks."""
+        """Begin a step and return it.
+
+        Returns None if all requests wait for a step in flight, or if the newest step waits for its masks.
+        """
         if self.unmasked is not None:
             return None
         step = self.scheduler.schedule()
@@ -205,7 +207,10 @@ class SimulatedEngine:
         return step
 
     def _note_preemptions(self) -> None:
-        """A request may be preempted for the sake of one that then finds no blocks either, so that there is no step."""
+        """Record preemptions of a call that gave no step.
+
+        A request may be preempted for another one that then finds no blocks either.
+        """
         count = int(self.scheduler.metrics()["preemptions"]) - self.num_preemptions
         running = [i for i in self.live if i not in self.waiting and not self._is_ending(i)]
         running.sort(key=lambda request_id: self.live[request_id].order)
@@ -213,7 +218,10 @@ class SimulatedEngine:
         self.num_preemptions += count
 
     def _begin_masks(self) -> None:
-        """Of the newest step, if it awaits masks and the tokens before it are known: they are if it is the oldest."""
+        """Begin the masks of the newest step if it awaits masks and all tokens before it are known.
+
+        They are known if it is the oldest step in flight.
+        """
         if self.unmasked is None:
             return
         step, records = self.unmasked
@@ -225,13 +233,13 @@ class SimulatedEngine:
             assert step is not self.in_flight[0][0]
 
     def _take_masks(self) -> None:
-        """Those that are begun, of the requests that had not ended then."""
+        """Finish masks that were begun, and pass them to the runner with the requests that had ended by then."""
         if self.masks_begun is not None:
             (step, ended), self.masks_begun = self.masks_begun, None
             self.runner.check_masks(step, self.scheduler.finish_late(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
-        """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
+        """Assert strict order: no request is admitted before an earlier one, and the last one is preempted."""
         new = {request.request_id for request in step.new}
         # A removed request that is still alive was preempted, unless its id was aborted and then added again, or
         # its last token is in flight.
@@ -267,7 +275,7 @@ class SimulatedEngine:
         return num_tokens == min(params.max_tokens or self.max_total_tokens, self.max_total_tokens - num_prompt_tokens)
 
     def finish_step(self) -> StepOutputs:
-        """Take in the oldest step in flight."""
+        """Update the scheduler with the result of the oldest step in flight."""
         self._take_masks()
         step, result, records = self.in_flight.popleft()
         outputs = self.scheduler.update(step, result)
@@ -276,9 +284,9 @@ class SimulatedEngine:
         return outputs
 
     def fail_step(self, *, launching: bool = False) -> None:
-        """The steps in flight fail, as if they had written nothing: their requests end, those that wait go on.
+        """Let the steps in flight fail as if they had written nothing: their requests end, waiting requests continue.
 
-        `launching`: so does one more that the runner never gets to see.
+        `launching`: one more step fails that the runner never gets.
         """
         if launching and len(self.in_flight) < self.steps_in_flight and self.unmasked is None:
             step = self.scheduler.schedule()
@@ -306,13 +314,13 @@ class SimulatedEngine:
                 self.waiting.discard(record.request.request_id)
 
     def step(self) -> StepOutputs:
-        """Fill the pipeline, then take in its oldest step, as EngineCore does."""
+        """Begin steps up to steps_in_flight, then finish the oldest, as EngineCore does."""
         while len(self.in_flight) < self.steps_in_flight and self.try_step() is not None:
             pass
         return self.finish_step() if self.in_flight else StepOutputs()
 
     def run(self) -> None:
-        """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
+        """Step until every request has ended. Asserts that the number of steps is bounded."""
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
         if self.max_new_tokens_per_step > 1:
             steps_left *= 8  # many yield nothing
@@ -384,7 +392,7 @@ class SimulatedEngine:
 def expected_output(
     request: EngineRequest, token_mask: TokenMask | None, max_total_tokens: int
 ) -> tuple[list[int], str, int | str | None]:
-    """What the fake model generates for a request that has the engine to itself: tokens and how they end."""
+    """Return the tokens that the fake model generates for a request that runs alone, and how they end."""
     params, prompt = request.sampling_params, request.prompt_token_ids
     *_, prefix = prefix_hashes(prompt)
     output: list[int] = []

@@ -14,16 +14,16 @@ EPS = 3e-5
 
 @dataclass(frozen=True)
 class Case:
-    """num_rows: of the weight; with silu_mul half as many results. gemma: norm and gate are those of Gemma."""
+    """A shape and the options of a small-batch linear."""
 
     num_tokens: int
-    num_rows: int
+    num_rows: int  # of the weight; with silu_mul half as many results
     k: int
     norm: bool = False
     bias: bool = False
     silu_mul: bool = False
     residual: bool = False
-    gemma: bool = False
+    gemma: bool = False  # norm and gate are Gemma's
 
     def __str__(self) -> str:
         names = [name for name in ("norm", "bias", "silu_mul", "residual", "gemma") if getattr(self, name)]
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the op takes, in its order."""
+    """The arguments of the op, in order."""
 
     x_TK: torch.Tensor
     weight_NK: torch.Tensor
@@ -50,7 +50,7 @@ class Arguments:
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Arguments:
-    """Random ones. x is a slice of something wider: its rows do not follow one another."""
+    """Return random arguments. x is a slice of a wider tensor, so its rows do not follow one another."""
     generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -72,14 +72,14 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Argumen
 
 
 def large_float16(device: str = "cpu") -> Arguments:
-    """Values like the massive activations of Qwen2.5-0.5B: times their norm weight they are beyond float16."""
+    """Return arguments like the massive activations of Qwen2.5-0.5B: times the norm's weight, they exceed float16."""
     given = arguments_of(Case(4, 64, 896, norm=True), torch.float16, device)
     assert given.norm_weight_K is not None
     return replace(given, x_TK=given.x_TK.sign() * 9000, norm_weight_K=torch.full_like(given.norm_weight_K, 8))
 
 
 def expected(given: Arguments) -> torch.Tensor:
-    """In float64, from the formula and not with the ops that the models use."""
+    """Return the result in float64, from the formula and not with the models' ops."""
     x = given.x_TK.double()
     if given.norm_weight_K is not None:
         mean_square = torch.einsum("tk,tk->t", x, x) / x.shape[1]
@@ -98,14 +98,14 @@ def expected(given: Arguments) -> torch.Tensor:
 
 
 def error(got: torch.Tensor, given: Arguments) -> float:
-    """The largest difference, relative to the largest value; NaN if anything is."""
+    """Return the largest difference, relative to the largest value; NaN if a value is NaN."""
     right = expected(given)
     return float((got.double() - right).abs().max() / right.abs().max())
 
 
 @contextmanager
 def nan_in_new_tensors() -> Iterator[None]:
-    """Meanwhile torch.empty gives NaN, so that an element which a kernel does not write is seen."""
+    """Let torch.empty return NaN within a block, so that elements which a kernel does not write are detected."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 
 def random_clip(seed: int, seconds: float = SECONDS) -> np.ndarray:
-    """A clip of tones that begin at different times, float32."""
+    """Return a clip of tones that begin at different times, float32."""
     random = np.random.default_rng(seed)
     times = np.arange(round(RATE * seconds)) / RATE
     tones = [
@@ -83,14 +83,14 @@ class SpeechOracle:
         self.extractor = extractor
 
     def features(self, clip: np.ndarray) -> torch.Tensor:
-        """The features of a clip, [1, mel bins, frames]."""
+        """Return the features of a clip, [1, mel bins, frames]."""
         found: torch.Tensor = self.extractor(clip, sampling_rate=RATE, return_tensors="pt")["input_features"]
         return found
 
     def greedy(
         self, ids: Sequence[int], clip: np.ndarray, count: int, rules: Sequence[LogitsProcessor] = ()
     ) -> tuple[list[int], list[float]]:
-        """The most probable continuation of a prompt that rules allow, and its log-probabilities without the rules."""
+        """Return the most probable continuation that rules allow, and its log-probabilities without the rules."""
         encoded, known, found = None, list(ids), []
         for _ in range(count):
             with torch.no_grad():
@@ -106,7 +106,7 @@ class SpeechOracle:
 
 
 def rules_of(length: int, *, timestamps: bool, **settings: Any) -> list[LogitsProcessor]:
-    """transformers' rules for the tokens after a prompt of this length, with GENERATION and other settings."""
+    """Return transformers' rules for tokens after a prompt of this length, for GENERATION and other settings."""
     first = SuppressTokensAtBeginLogitsProcessor(GENERATION["begin_suppress_tokens"], begin_index=length)
     every = SuppressTokensLogitsProcessor(GENERATION["suppress_tokens"])
     config = GenerationConfig(**GENERATION | settings)
@@ -137,7 +137,7 @@ GENERATION: dict[str, Any] = {
 
 
 def transcribing_oracle(folder: Path, seconds: int = SECONDS) -> SpeechOracle:
-    """A tiny Whisper with clips of so many seconds, a tokenizer of bytes, and a generation_config.json."""
+    """Write a tiny Whisper with clips of so many seconds, a byte tokenizer and a generation_config.json."""
     times = [f"<|{number / 50:.2f}|>" for number in range(LENGTH * seconds + 1)]  # in steps of 20 ms
     sizes = {"vocab_size": FIRST_TIME + len(times), "max_target_positions": 28}
     oracle = SpeechOracle(folder, seed=3, seconds=seconds, **sizes)
@@ -158,7 +158,7 @@ def transcribing_oracle(folder: Path, seconds: int = SECONDS) -> SpeechOracle:
 
 
 def text_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[int]:
-    """The tokens of a clip that transformers generates without timestamps in the prompt, without special tokens."""
+    """Return the tokens that transformers generates for a clip, without special tokens and without timestamps."""
     whole = {"return_dict_in_generate": True, "force_unique_generate_call": True}  # even if it generates timestamps
     with torch.no_grad():
         found = oracle.model.generate(oracle.features(clip), return_timestamps=False, **whole, **given)
@@ -166,7 +166,7 @@ def text_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> li
 
 
 def segments_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -> list[tuple[float, float, list[int]]]:
-    """Beginning, end and tokens of the segments that transformers finds; no time is after the clip's end."""
+    """Return (start, end, tokens) of the segments that transformers finds. No time is after the clip's end."""
     features = oracle.extractor(clip, sampling_rate=RATE, return_tensors="pt", truncation=False)["input_features"]
     with torch.no_grad():
         found = oracle.model.generate(features, return_timestamps=True, return_segments=True, **given)["segments"][0]
@@ -180,7 +180,7 @@ def segments_of_generate(oracle: SpeechOracle, clip: np.ndarray, **given: Any) -
 def check_segments(
     found: Sequence[Segment], expected: Sequence[tuple[float, float, list[int]]], seconds: float
 ) -> None:
-    """Compare segments with those of transformers, which goes on in the silence that the extractor adds."""
+    """Compare segments with those of transformers, which continues in the silence after the clip."""
     count = len(found)
     assert [list(each.token_ids) for each in found] == [tokens for _, _, tokens in expected[:count]]
     times = [time for each in found for time in (each.start, each.end)]

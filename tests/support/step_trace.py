@@ -48,7 +48,7 @@ FOLDERS = tuple(str(Path(package.__path__[0])) + os.sep for package in (compiled
 
 @dataclass
 class StepTrace:
-    """The functions of the product that were called from one step to the next, in order, and the ops."""
+    """The product's functions that were called from one step to the next, in order, and the ops."""
 
     functions: list[CodeType] = field(default_factory=list)
     ops: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ def own_lines(code: CodeType) -> range:
 
 
 class _Ops(TorchDispatchMode):
-    """Counts ops by their names."""
+    """Counts ops by name."""
 
     def __init__(self, traces: list[StepTrace]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Ops(TorchDispatchMode):
 
 
 def traced(work: Callable[[], Any]) -> list[StepTrace]:
-    """Trace the steps of the engine of this process while it works; what precedes the first step comes first."""
+    """Return traces of the steps of this process's engine during `work`, after one of what precedes the first step."""
     traces = [StepTrace()]
     step, replay = EngineCore.step.__code__, RecordedGraph.replay.__code__
     replaying = False
@@ -123,7 +123,7 @@ def steady_step(llm: LLM, **requests: Any) -> StepTrace:
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Engines on a CPU that start meanwhile have graphs as a GPU has them, of recorded work."""
+    """Let engines that start on a CPU within a block have graphs, of recorded work."""
     resolve = llm_parts.resolve
 
     def with_graphs(*arguments: Any) -> EngineConfig:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """See Group. exchanged: how many numbers a row each collective moved."""
+    """Group whose ranks are threads. exchanged: how many numbers per row each collective moved."""
 
     kind = "threads"
 
@@ -57,7 +57,7 @@ class ThreadGroup:
 
 
 def on_ranks(num_ranks: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What each rank's work returns."""
+    """Run `work` on each rank, in threads, and return the results."""
     parts: list[torch.Tensor | None] = [None] * num_ranks
     barrier = Barrier(num_ranks)
     groups = [ThreadGroup(rank, parts, barrier) for rank in range(num_ranks)]

@@ -17,7 +17,7 @@ def tiny_config(
     compile_ranges: tuple[int, ...] | None = None,
     **changes: Any,
 ) -> EngineConfig:
-    """For a CPU, in float32 unless `changes`, which are fields of ModelConfig, say otherwise."""
+    """Return the configuration of a tiny model on a CPU, in float32 by default. changes: fields of ModelConfig."""
     options = EngineOptions(
         device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8, compile_ranges=compile_ranges
     )

@@ -29,7 +29,7 @@ def wrap(backend: Backend, **special_tokens: str) -> Tokenizer:
 
 @cache
 def byte_level() -> Tokenizer:
-    """Like GPT-2, Llama 3 and Qwen: tokens are bytes, also parts of characters."""
+    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen: tokens are bytes, also parts of characters."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def with_bos() -> Tokenizer:
-    """Like Llama 3: a token before every text."""
+    """Return a tokenizer like that of Llama 3, with a token before every text."""
     backend = Backend.from_str(byte_level().hf.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return wrap(backend)
@@ -54,7 +54,10 @@ def with_bos() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """Like Llama 2 and Mistral: a space is part of a token, unknown characters are runs of byte tokens."""
+    """Return a tokenizer like those of Llama 2 and Mistral.
+
+    A space is part of a token; unknown characters are runs of byte tokens.
+    """
     pieces = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁hello", "▁a"]
     vocabulary = {piece: index for index, piece in enumerate([*pieces, "h", "e", "l", "o", "a", "."])}
     backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -68,7 +71,7 @@ def byte_fallback() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """Like the Unigram models of SentencePiece: a first token loses its space."""
+    """Return a tokenizer like SentencePiece's Unigram models: a first token loses its space."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -79,7 +82,7 @@ def metaspace() -> Tokenizer:
 
 @cache
 def word_piece() -> Tokenizer:
-    """Like BERT: a space before every token that does not continue a word."""
+    """Return a tokenizer like BERT's: a space before every token that does not continue a word."""
     vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, "[UNK]", *WORDS])}
     backend = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -89,7 +92,7 @@ def word_piece() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    """A WordPiece tokenizer with BERT's special tokens, which joins two texts by a separator."""
+    """Return a WordPiece tokenizer with BERT's special tokens, which joins two texts by a separator."""
     named = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, *named, *WORDS])}
     backend = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -124,8 +127,10 @@ def _train(pre_tokenizer: Any, decoder: Any, special: list[str], alphabet: list[
 
 
 def like_llama(*, legacy: bool = False) -> Backend:
-    """As LlamaTokenizer: a first word has a space before it, unknown characters are byte tokens. legacy: so has each
-    text behind a special token."""
+    """Return a tokenizer like LlamaTokenizer: a space before the first word, byte tokens for unknown characters.
+
+    legacy: also a space before each text after a special token.
+    """
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = _train(pre_tokenizers.Metaspace(), decoders.Metaspace(), special, [])
     model: Any = backend.model
@@ -139,7 +144,7 @@ def like_llama(*, legacy: bool = False) -> Backend:
 
 
 def like_unigram() -> Backend:
-    """As the Unigram models of SentencePiece, whose vocabulary has the texts of special tokens like any others."""
+    """Return a tokenizer like SentencePiece's Unigram models: texts of special tokens are usual words of it."""
     pieces = ["▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789<|>[]/_:,.\n{}\"'"]
     vocabulary = [
         ("<unk>", 0.0),
@@ -154,7 +159,7 @@ def like_unigram() -> Backend:
 
 
 def like_gpt() -> Backend:
-    """Byte-level; words that are in the vocabulary are taken whole, as by Llama 3's."""
+    """Return a byte-level tokenizer that takes words in its vocabulary whole, as Llama 3's does."""
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<s>", "</s>", "<|im_end|>"]
     backend = _train(pre_tokenizer, decoders.ByteLevel(), special, pre_tokenizers.ByteLevel.alphabet())

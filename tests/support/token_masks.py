@@ -15,7 +15,7 @@ WAYS_TO_FAIL = ("raises", "allows nothing", "too long", "wrong type", "no array"
 
 
 def packed(token_ids: Sequence[int], vocab_size: int, *, garbage: bool = False) -> np.ndarray:
-    """A mask that allows these tokens; `garbage` sets the bits beyond the vocabulary."""
+    """Return a mask that allows these tokens; `garbage` sets the bits beyond the vocabulary."""
     bits = np.zeros(num_words(vocab_size) * 32, np.uint8)
     bits[list(token_ids)] = 1
     bits[vocab_size:] = garbage
@@ -23,7 +23,7 @@ def packed(token_ids: Sequence[int], vocab_size: int, *, garbage: bool = False) 
 
 
 def step_masks(masks_S: Sequence[np.ndarray | None], device: str | torch.device) -> StepMasks:
-    """For each row its mask, or None; at least one has one."""
+    """Return the masks of a step. masks_S: a mask, or None, for each row; at least one is a mask."""
     given = [mask for mask in masks_S if mask is not None]
     has_mask_S = np.array([mask is not None for mask in masks_S])
     index_S = np.where(has_mask_S, np.cumsum(has_mask_S) - 1, -1)
@@ -31,7 +31,7 @@ def step_masks(masks_S: Sequence[np.ndarray | None], device: str | torch.device)
 
 
 class OneOf:
-    """The output is one of several token sequences, then the end; one array serves all calls."""
+    """A mask that lets the output be one of several token sequences, then the end. One array serves all calls."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
         self.sequences = [list(sequence) for sequence in sequences]
@@ -51,9 +51,9 @@ class OneOf:
 
 @dataclass(frozen=True)
 class ByLastToken:
-    """What is allowed depends on the last token and on how many there are.
+    """A mask whose allowed tokens depend on the last token and on the number of tokens.
 
-    Fails once there are `failing_after` tokens, in this way.
+    It fails in the way `way` once there are `failing_after` tokens.
     """
 
     vocab_size: int

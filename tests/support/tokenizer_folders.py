@@ -24,13 +24,13 @@ TYPED = {"__type": "AddedToken", "content": "<|user|>", "lstrip": True, "rstrip"
 
 @dataclass(frozen=True)
 class Folder:
-    """`kind` of BACKENDS, `changes` to its tokenizer.json; the other files' fields. No model type: no config.json."""
+    """The content of a folder with a tokenizer's files."""
 
-    kind: str
+    kind: str  # a key of BACKENDS
     tokenizer_class: str | None = "PreTrainedTokenizerFast"
-    model_type: str | None = "llama"
+    model_type: str | None = "llama"  # None: no config.json
     config: dict[str, Any] = field(default_factory=dict)
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # of tokenizer.json
     lists_added_tokens: bool = False
     special_tokens_map: dict[str, Any] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Trainer:
-    """A trainer's process, which obeys commands."""
+    """A trainer's process, which executes commands."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -32,11 +32,11 @@ SILENT = {"progress": False}
 
 
 class Passed(Exception):
-    """Ends a call with what came to the end of its way."""
+    """Raised to end a call, with the arguments that reached the end of its way."""
 
 
 class Processor:
-    """Prepares nothing: raises what it is given."""
+    """A processor that prepares nothing: it raises `Passed` with its arguments."""
 
     def process(self, *arguments: Any, lora_request: Any = None, attached: Any = ()) -> Any:
         """lora_request: also the last of the arguments, if given."""
@@ -49,7 +49,7 @@ class Processor:
 
 
 def features(find: Callable[[Any], Any] = lambda lora_request: None, objects_allowed: str = "") -> RequestFeatures:
-    """Features whose adapters are those that `find` returns, and need not be read."""
+    """Return features whose adapters are those that `find` returns, and are not read."""
     adapters = AdapterRequests(None)
     adapters.finder = SimpleNamespace(find=find, has_read=lambda lora_request: True)  # type: ignore[assignment]
     structured_requests = StructuredRequests(None, 100, frozenset(), objects_allowed)
@@ -91,7 +91,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
 
 class Client:
-    """A core elsewhere: keeps what it is sent, and answers calls."""
+    """Takes the place of a core: keeps the messages that it gets, and answers calls."""
 
     def __init__(self) -> None:
         self.loop: Any = None

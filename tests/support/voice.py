@@ -12,7 +12,7 @@ RETRIEVAL, UTF8, POS_CHARACTER = 1, 1, 1
 
 
 def spoken(text: str, language: str = "en") -> tuple[np.ndarray, int]:
-    """The samples of a spoken text, int16, and their rate per second."""
+    """Return the samples of a spoken text, int16, and their rate per second."""
     import espeakng_loader
 
     library = ctypes.CDLL(espeakng_loader.get_library_path())

@@ -98,7 +98,7 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
-    """Return the short contexts at which launches for requests with drafts change.
+    """Return the context lengths of `short_contexts` at which launches for requests with drafts change.
 
     in_one_tile: short_drafts.py can serve the requests, with one tile for all keys, whose size depends on the context.
     Otherwise launches depend on the shorter contexts only for up to FEW_REQUESTS requests, see short_splits.

@@ -3,7 +3,7 @@
 The design follows FlashAttention-3 (Shah et al. 2024): TMA copies into two stages; asynchronous products, where the
 scores of a tile are computed in parallel with the product of the previous tile's values; probabilities in registers.
 
-A tile is copied in boxes, one for each block and each 64 columns; all of them complete on the barrier of its stage.
+A tile is copied in boxes, one for each block and each 64 columns. The barrier of the tile's stage counts all copies.
 """
 
 # ruff: noqa: RUF005 - Triton unpacks no tuples
@@ -76,7 +76,7 @@ class Rings(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Sizes that a kernel is compiled for: of heads, blocks, boxes and the window."""
+    """The sizes of heads, blocks, boxes and the window for which a kernel is compiled."""
 
     dim: Any
     group: Any
@@ -111,8 +111,8 @@ def lengths_of(batch, request):  # type: ignore[no-untyped-def]
 def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return (end_key, first_tile, first_masked, end_tile): the end of an item's keys, then indices of tiles of keys.
 
-    first_position: of the item's first query. first_masked: the first tile of which some query does not see all keys.
-    Padding (seq_len 0) has one tile, of which it sees nothing.
+    first_position: position of the item's first query. first_masked: the first tile in which some query does not see
+    all keys. Padding (seq_len 0) has one tile, in which its queries see no key.
     """
     end_key = gl.maximum(gl.minimum(first_position + ROWS // HEADS.group, seq_len), 0)
     first_tile = first_read(first_position, HEADS.window, KEYS) // KEYS
@@ -148,7 +148,7 @@ def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 def _copy_tile(cache_desc, rows, column, full, stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Start to copy a tile of keys or values into a stage: one box for each row of `rows` and each WIDTH columns.
 
-    rows: the first row of each box. column: the first of the K/V head. full: the stage's barrier, which counts bytes.
+    rows: the first row of each box. column: the first column of the K/V head. full: the stage's barrier.
     """
     boxes: gl.constexpr = KEYS // HEADS.box
     widths: gl.constexpr = HEADS.dim // WIDTH

@@ -74,7 +74,7 @@ def folded(
     split_sum_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return (acc, max, sum) with those of the next split included."""
+    """Return (acc, max, sum) of some splits, with the next split's acc, max and sum included."""
     new_max_M = tl.maximum(max_M, split_max_M)
     before_M = tl.exp2((max_M - new_max_M) * scale_log2)
     added_M = tl.exp2((split_max_M - new_max_M) * scale_log2)

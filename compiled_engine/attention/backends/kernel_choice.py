@@ -81,7 +81,7 @@ def layer_facts(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> LayerFacts:
-    """Return the facts of a layer. dtype: of queries."""
+    """Return the facts of a layer. dtype: the dtype of queries."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
     num_sms = num_multiprocessors(device)

@@ -84,7 +84,7 @@ class TorchBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """See AttentionBackend. Consecutive requests of equal length are computed together."""
+        """Implement AttentionBackend.attend_packed. Consecutive requests of equal length are computed together."""
         starts, seq_lens = inputs.query_start_loc_R1.tolist(), inputs.seq_lens_R.tolist()
         lens = [end - start for start, end in pairwise(starts)]
         first = 0

@@ -185,7 +185,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """See AttentionBackend. Serves decodes with a plain rotation, if one kernel is faster than several."""
+        """Implement AttentionBackend.attend_unrotated: for decodes with a plain rotation, if one kernel is faster."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
         _, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window, unrotated=True)

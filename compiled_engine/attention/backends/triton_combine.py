@@ -97,7 +97,7 @@ def combined(
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
     partials_S: the index of each split's partial result; written_S: whether the split stored one.
     sinks_ptr: [H] or None; head: the query head.
-    CACHE_MODIFIER: of the loads; ".cg" if the partial results were stored in this launch.
+    CACHE_MODIFIER: cache modifier of the loads; ".cg" if the partial results were stored in this launch.
     """
     max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
     sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)

@@ -63,7 +63,7 @@ class DecodeTiles:
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
     """Return tiles for a head size (elements) that is not wide, and an element size (bytes).
 
-    programs: intended per multiprocessor.
+    programs: intended number of programs per multiprocessor.
     """
     width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:

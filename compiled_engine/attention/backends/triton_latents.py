@@ -54,7 +54,7 @@ def latent_tiles(num_heads: int, element_size: int) -> LatentTiles:
 
 
 def latent_splits(num_requests: int, num_heads: int, latent_dim: int, max_seq_len: int, like: torch.Tensor) -> Splits:
-    """Return the splits of requests with one query, of which partial results take at most MOST_PARTIAL_BYTES.
+    """Return the splits of requests with one query. Their partial results take at most MOST_PARTIAL_BYTES.
 
     max_seq_len: see plan_splits. like: a tensor with the device and the dtype of queries.
     """

@@ -49,7 +49,7 @@ class ListedDecodeTiles:
 def listed_decode_tiles(head_dim: int, element_size: int, rows: int) -> ListedDecodeTiles:
     """Return tiles for a head size (elements) and element size (bytes). They are small, since contexts may be short.
 
-    rows: of a tile of queries.
+    rows: number of rows of a tile of queries.
     """
     if is_wide(head_dim):
         wide = wide_tiles(element_size, rows)

@@ -93,7 +93,7 @@ def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.const
     """Return the position of the first key that a program reads for queries from first_position on.
 
     It is a multiple of TILE_N, and 0 without a window. Keys of the first tile that are before the window have weight 0.
-    Keys and values there must still be no NaN, since zero times NaN is NaN. A kernel that writes them for other kernels
+    Keys and values there must not be NaN, since zero times NaN is NaN. A kernel that writes them for other kernels
     therefore passes TILES_OF_KEYS, a multiple of every TILE_N.
     """
     tl.static_assert(TILES_OF_KEYS % TILE_N == 0, "decoded contexts begin at a multiple of TILES_OF_KEYS")
@@ -122,7 +122,7 @@ def seen(
 
 @triton.constexpr_function
 def tail_of(head_dim: int, tile_d: int) -> int:
-    """Return the elements of the tile for a head's tail, a power of two; 0 if the head has at most tile_d elements."""
+    """Return the size of the tile for a head's tail, a power of two; 0 if the head has at most tile_d elements."""
     return max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim - tile_d)) if head_dim > tile_d else 0
 
 
@@ -162,7 +162,7 @@ def load_queries(
 def store_parts(ptr: tl.tensor, offsets_M1: tl.tensor, parts: tl.tuple, elements: tl.tuple, masks: tl.tuple) -> None:
     """Store the parts [M, D] of heads, in the dtype of ptr.
 
-    offsets_M1: of the heads, [M, 1]. elements, masks: see head_elements, head_masks.
+    offsets_M1: offsets of the heads, [M, 1]. elements, masks: see head_elements, head_masks.
     """
     for part in tl.static_range(len(elements)):
         ptrs_MD = ptr + offsets_M1 + elements[part][None, :]
@@ -204,7 +204,7 @@ def load_parts(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """Return the scores for these dot products of queries and keys, see `scales`. scores: the dot products."""
+    """Return scores, see `scales`, from dot products of queries and keys. scores: the dot products."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores
@@ -261,7 +261,7 @@ def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
 def add_values(
     acc_parts: tl.tuple, weights_MN: tl.tensor, v_parts: tl.tuple, dtype: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return acc plus the tile's values times their weights. dtype: in which weights and values are multiplied."""
+    """Return acc plus the tile's values times their weights. dtype: the dtype of this multiplication."""
     weights_MN = weights_MN.to(dtype)
     first_MD = tl.dot(weights_MN, numbers(v_parts[0], dtype), acc_parts[0], input_precision="ieee")
     if len(acc_parts) > 1:

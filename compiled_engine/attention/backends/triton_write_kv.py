@@ -83,8 +83,8 @@ def write_kv(
 ) -> None:
     """Store k and v, [T, K, d] with d contiguous, at the slots of the cache, which must be contiguous.
 
-    slot_mapping_T: int64 [T]; -1 stores nothing. kv_scales_2K: of an FP8 cache, see Scoring. dependent_launch: let the
-    next kernel start early; only from Hopper on.
+    slot_mapping_T: int64 [T]; -1 stores nothing. kv_scales_2K: scales of an FP8 cache, see Scoring. dependent_launch:
+    let the next kernel start early; only from Hopper on.
     """
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     head_dim = k_TKd.shape[2]

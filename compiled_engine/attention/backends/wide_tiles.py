@@ -21,7 +21,7 @@ def is_wide(head_dim: int) -> bool:
 
 @cache
 def tile_of_head(head_dim: int) -> int:
-    """Return TILE_D: the elements of a head's tile, a power of two. The elements beyond it are the head's tail.
+    """Return TILE_D, the number of elements of a head's tile: a power of two. The elements beyond are the head's tail.
 
     Only a wide head has a tail: if its size is no power of two, and the tail's tile is smaller than the first. A head
     of 576 elements has tiles of 512 and 64, one of 320 has tiles of 256 and 64, and one of 448 has a tile of 512.
@@ -33,7 +33,7 @@ def tile_of_head(head_dim: int) -> int:
 
 
 def most_rows(element_size: int) -> int:
-    """Return the most rows of a tile of queries for wide heads with elements of this size in bytes."""
+    """Return the largest number of rows of a query tile for wide heads with elements of this size in bytes."""
     return 16 if element_size == 4 else 32
 
 
@@ -49,7 +49,7 @@ class WideTiles:
 
 @cache
 def wide_tiles(element_size: int, rows: int) -> WideTiles:
-    """Return the tiles of a kernel for wide heads with elements of this size in bytes. rows: of a tile of queries.
+    """Return the tiles of a kernel for wide heads with elements of this size in bytes. rows: rows of a query tile.
 
     In fp32, queries, keys and values of one stage take most of the shared memory of the smallest GPUs. More than four
     warps would compute the scores of 16 rows twice.

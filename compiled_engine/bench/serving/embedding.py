@@ -39,7 +39,7 @@ Contender = Callable[[Texts], int]
 
 @dataclass(frozen=True)
 class EmbedWorkload:
-    """`texts` texts of `tokens` tokens each."""
+    """A workload of `texts` texts to embed, of `tokens` tokens each or, if ragged, of at most `tokens`."""
 
     texts: int
     tokens: int

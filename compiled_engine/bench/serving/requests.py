@@ -112,7 +112,7 @@ class RandomPrompts:
     vocab_size: int  # upper bound of token ids, exclusive
 
     def requests(self, endpoint: Endpoint, count: int, generator: np.random.Generator) -> list[PlannedRequest]:
-        """Return `count` requests drawn with the generator."""
+        """Return `count` requests with random prompts and lengths, drawn with the generator."""
         own, outputs = self.input_len.draw(generator, count), self.output_len.draw(generator, count)
         prefixes = [self._ids(endpoint, self.shared_prefix, generator) for _ in range(self.num_prefixes)]
         requests = []
@@ -205,13 +205,10 @@ ALLOWED_RAMP = "START:END in requests per second, or exponential:START:END"
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second; inf for all at once.
-
-    is_share: `value` is a share of the requests per second that an earlier run at inf completed.
-    """
+    """A constant rate of requests: in requests per second, inf for all at once, or as a share of a measured rate."""
 
     value: float
-    is_share: bool = False
+    is_share: bool = False  # `value` is a share of the requests per second that an earlier run at inf completed
 
     def __str__(self) -> str:
         return f"{100 * self.value:g}%" if self.is_share else f"{self.value:g}"
@@ -245,7 +242,7 @@ def parse_rates(texts: Sequence[str]) -> list[Rate]:
 
 
 def parse_ramp(text: str) -> Ramp:
-    """Parse a ramp. Raises ValueError with what is allowed."""
+    """Parse a ramp such as 1:10 or exponential:1:10, in requests per second. Raises ValueError with what is allowed."""
     kind, *numbers = text.split(":") if text.startswith("exponential:") else ("linear", *text.split(":"))
     try:
         start, end = (_positive(number) for number in numbers)

@@ -82,8 +82,8 @@ class EagerAdapters:
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the name and module of each linear that processes tokens.
 
-    The linears of a pooler's head are left out, since they process pooled vectors, and those of which latent attention
-    reads the weights alone.
+    The linears of a pooler's head are left out, since they process pooled vectors. So is `kv_b_proj` of latent
+    attention, which reads only the weight of that linear.
     """
     heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
     others = {id(module) for head in heads for module in head.modules()}

@@ -11,11 +11,11 @@ NAME = "adapters"
 
 
 class AdapterRef(NamedTuple):
-    """The LoRA adapter of a request, as messages to the engine core name it."""
+    """The LoRA adapter of a request, as messages to the engine core identify it."""
 
     digest: str  # of its files; identifies the adapter within the engine
     path: str  # its folder, from which it is read again if the engine has dropped it
-    name: str = ""  # the user's name of it, for metrics
+    name: str = ""  # given by the user, for metrics
 
 
 def extras_of(adapter: AdapterRef | None) -> dict[str, Any]:

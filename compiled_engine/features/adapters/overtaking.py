@@ -34,7 +34,7 @@ class Overtaking:
             self._first_skipped = request.order
 
     def restored(self) -> None:
-        """Record that the skipped requests are back in the queue, in their places."""
+        """Record that the scheduler has put the skipped requests back into their places in the queue."""
         self._first_skipped, self._is_over = None, False
 
     @property

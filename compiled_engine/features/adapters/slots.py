@@ -129,7 +129,7 @@ class AdapterSlots:
     def _forget_unclaimed(self) -> None:
         """Keep only the newest max_cpu_loras adapters that were read but not loaded.
 
-        The requests of the others may be over.
+        The requests that wanted the dropped adapters may be over.
         """
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:

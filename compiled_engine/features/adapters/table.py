@@ -96,7 +96,7 @@ class AdapterTable:
         self._changed = True
 
     def metrics(self) -> dict[str, Any]:
-        """Return COUNTERS (since the start), GAUGES (current numbers) and max_adapters.
+        """Return the metrics of COUNTERS (since the start) and of GAUGES (current numbers), and max_adapters.
 
         Numbers of requests are dicts by adapter name. adapter_requests only has the MOST_COUNTED names used most
         recently.

@@ -1,10 +1,10 @@
 """Plans requests whose rotary angles depend on their length: how they are cached, and when they are computed again.
 
-Up to a border, the angles of all requests are equal. Beyond it there are two kinds, see LengthAngles. LongRoPE has a
-second set of frequencies for longer requests: one that grows over the border is computed again with that set, and so
-is a request that was preempted. Dynamic NTK scales the frequencies of each token by the length that the request had
-when the token was first computed: that of the prompt, or for an output token its own position. So nothing is computed
-again, and a preempted request gets the same angles.
+Up to a border, the angles of all requests are equal. Beyond it there are two kinds of angles, see LengthAngles.
+LongRoPE has a second set of frequencies for longer requests: a request that grows over the border is computed again
+with that set, and so is a preempted request. Dynamic NTK scales the frequencies of each token by the length that the
+request had when the token was first computed: that of the prompt, or for an output token its own position. So nothing
+is computed again, and a preempted request gets the same angles.
 
 A request's prefix root says which angles its keys have, so blocks are only shared between equal angles.
 """

@@ -17,9 +17,9 @@ class StepAngles(StepFeature):
         fields.declare(RowField(FIRST_LENGTH))
 
     def added(self, row: int, request: NewRequest) -> None:
-        """Set the number of tokens that are computed with equal angles: all known ones, or those of the prompt.
+        """Set the row field to the number of all known tokens (LongRoPE) or of the prompt's tokens (dynamic NTK).
 
-        See features/angles/plan.py for both kinds.
+        See features/angles/plan.py for these two kinds of angles.
         """
         length = len(request.token_ids) if self._recomputes else request.num_prompt_tokens
         self._fields.set(row, **{FIRST_LENGTH: length})

@@ -19,14 +19,14 @@ from compiled_engine.features.images.extras import Runs
 
 
 class FreeRows:
-    """The free rows, as runs in ascending order."""
+    """The free rows of the buffer of embeddings, as runs (first row, number of rows) in ascending order."""
 
     def __init__(self, num_rows: int) -> None:
         self._runs = [(0, num_rows)]
         self.count = num_rows
 
     def take(self, count: int) -> Runs:
-        """Take rows from the first runs. Raises RuntimeError if too few are free."""
+        """Take `count` rows, the lowest first. Raises RuntimeError if fewer are free."""
         if count > self.count:
             raise RuntimeError(f"{count} rows of embeddings asked for, {self.count} are free")
         self.count -= count
@@ -67,7 +67,7 @@ class CachedImage:
 
 
 class EmbeddingCache:
-    """The rows of embeddings as a FindableResource. Running requests hold images by their number in the request."""
+    """The rows of embeddings as a FindableResource. A running request holds an image by its index in the request."""
 
     kind = "image embeddings"
 
@@ -90,7 +90,7 @@ class EmbeddingCache:
         return request in self._held
 
     def holds(self, request: Request, number: int) -> bool:
-        """Return whether a running request holds its image of this number."""
+        """Return whether a running request holds its image with this index."""
         return number in self._held[request]
 
     def hold(self, request: Request, number: int, key: str) -> CachedImage | None:
@@ -107,7 +107,7 @@ class EmbeddingCache:
         return key in self._by_key
 
     def can_add(self, count: int) -> bool:
-        """Return whether `add` finds these many rows."""
+        """Return whether `add` can give an image `count` rows, by evicting other images if necessary."""
         return count <= self._free.count + sum(length for image in self._unheld() for _, length in image.rows)
 
     def add(self, key: str, count: int) -> None:
@@ -124,7 +124,7 @@ class EmbeddingCache:
         self._unwritten.append(image)
 
     def release(self, request: Request, number: int) -> None:
-        """Let a request hold an image no longer, if it does."""
+        """Let a request no longer hold the image with this index. Does nothing if it does not hold the image."""
         if (image := self._held.get(request, {}).pop(number, None)) is not None:
             self._release(image)
 
@@ -180,7 +180,7 @@ class EmbeddingCache:
         return [image for image in self._by_key.values() if not image.num_holds]
 
     def _drop(self, image: CachedImage) -> None:
-        """Remove an image from those that can be found; its rows become free once no request holds it."""
+        """Forget the key of an image, so that it is not found. Its rows become free once no request holds it."""
         del self._by_key[image.key]
         image.found = False
         if not image.num_holds:

@@ -54,7 +54,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def contents(self) -> Iterator[Content]:
-        """Yield a content for each run, whose key has the number of embeddings before the run."""
+        """A Content for each run. Its key joins the image's key and the number of embeddings before the run."""
         before = 0
         for first, length in self.runs:
             yield Content(first, length, f"{self.key} {before}")
@@ -72,7 +72,7 @@ class RequestImages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowImages(msgspec.Struct, frozen=True, array_like=True):
-    """Plan to device, in a NewRequest: the request's images without pixels."""
+    """The images of a request, without pixels. The plan sends them to the device in a NewRequest."""
 
     runs: tuple[Runs, ...]  # see PromptImage, for each image
     positions: PlainTensor | None = None  # as in RequestImages
@@ -80,7 +80,7 @@ class RowImages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TowerImage(msgspec.Struct, frozen=True, array_like=True):
-    """Plan to device: an image whose embeddings a step computes."""
+    """An image whose embeddings a step computes. The plan sends it to the device in StepImages."""
 
     rows: Runs  # of its embeddings
     inputs: Mapping[str, PlainTensor]  # see PromptImage

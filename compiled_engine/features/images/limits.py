@@ -1,4 +1,4 @@
-"""Limits of images that the frontend checks for users, and the plan for requests from anywhere."""
+"""Limits of requests with images. The frontend checks them, and so does the plan, which any client may reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pixels of images on their way to the plan, which asks for them when a request comes to their place.
+"""Pixels that the frontend sends to the plan, once the plan asks for them because a request reaches an image.
 
 An image whose embeddings are on the device, or whose positions are in the prefix cache, is not asked for. Pixels come
 in control calls that are small enough to be sent between others. Requests with the same image share its pixels, which
@@ -23,7 +23,7 @@ Piece = tuple[str, str, Sequence[int], bytes]
 
 
 def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[ControlCall]:
-    """Yield the control calls with the tower's inputs of images, which are given by key."""
+    """Yield the control calls that send the plan the tower's inputs of images. images: the inputs by image key."""
     for key, inputs in images.items():
         pieces = [
             (name, tensor, start)
@@ -38,12 +38,12 @@ def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[Contro
 
 @dataclass
 class _Pixels:
-    """An image's pieces by number; `count` is known with the first of them."""
+    """The pixels of an image that have come so far."""
 
     request_id: str  # of the request on whose behalf it is asked for
     num_embeddings: int
-    pieces: dict[int, Piece] = field(default_factory=dict)
-    count: int = 1
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by number
+    count: int = 1  # of all pieces, known once the first has come
 
     @property
     def complete(self) -> bool:
@@ -51,9 +51,9 @@ class _Pixels:
 
 
 class PixelStore:
-    """The pixels that are asked for, by the images' keys.
+    """The pixels that clients were asked for, by the images' keys.
 
-    most_ahead: embeddings of images that are asked for before a running request needs them.
+    most_ahead: the most embeddings of images that are asked for before a running request needs them.
     """
 
     def __init__(self, most_ahead: int) -> None:
@@ -66,9 +66,9 @@ class PixelStore:
         return len(self._images)
 
     def ask(self, request_id: str, key: str, num_embeddings: int, *, now: bool) -> bool:
-        """Ask for an image on behalf of a request, unless it is asked for. Returns False if it would be one too many.
+        """Ask for the pixels of an image on behalf of a request, unless they were asked for before.
 
-        now: it may not be too many.
+        Returns False, without asking, if that would exceed `most_ahead`. now: ask despite the limit.
         """
         if key in self._images:
             return True
@@ -80,7 +80,7 @@ class PixelStore:
         return True
 
     def take_asks(self) -> list[EngineOutput]:
-        """Return outputs that ask clients for the images noted since the last call."""
+        """Return outputs that ask clients for the images that `ask` has added since the last call."""
         if not self._new:
             return []
         new, self._new = self._new, {}
@@ -91,7 +91,7 @@ class PixelStore:
         return key in self._images and self._images[key].complete
 
     def give(self, key: str, number: int, count: int, piece: Piece) -> None:
-        """Add a part, unless it is not asked for or has come before."""
+        """Add a piece of an image. Does nothing if the image was not asked for or is complete."""
         image = self._images.get(key)
         if image is None or image.complete:
             return
@@ -105,7 +105,7 @@ class PixelStore:
         return completed
 
     def inputs(self, key: str) -> dict[str, PlainTensor]:
-        """Return the tower's inputs of an image, whose pixels are complete. Their data may be written."""
+        """Return the tower's inputs of an image whose pixels are complete. The caller may write to their data."""
         pieces = self._images[key].pieces
         data: dict[str, list[bytes]] = {}
         for number in sorted(pieces):

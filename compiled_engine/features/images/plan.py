@@ -30,9 +30,9 @@ from compiled_engine.features.images.limits import check_num_embeddings, check_p
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
-# Pixels are asked for before they are needed as long as they are those of so many full steps.
+# Pixels are asked for before they are needed, but for no more embeddings than this number of full steps computes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the last two are the ranks'
+COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the ranks count the last two
 GAUGES = ("image_cache_rows", "image_cache_rows_used")
 
 
@@ -52,8 +52,8 @@ class ImagePlan(PlanFeature):
         self._computed: list[tuple[CachedImage, PromptImage]] = []
         self._placed: dict[Request, list[tuple[int, Runs]]] = {}
         self._passing: list[tuple[Request, int]] = []
-        # Requests with the number of the image that lacked room or pixels. Whether the step being planned has refused
-        # room for an image, and whether it has refused tokens for one that belongs to one step.
+        # For each request, the index of the image that lacked room or pixels. Whether an image lacked room in the step
+        # being planned, and whether an image whose tokens belong to one step lacked tokens.
         self._awaited: dict[Request, int] = {}
         self._lacks_room = self._lacks_tokens = False
         self._skips = False  # waiting requests, since the last `reconsiders`
@@ -88,13 +88,14 @@ class ImagePlan(PlanFeature):
         self._counts["images"] += len(given.images)
 
     def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:
-        """Take a part of the pixels of images, see `calls_of`."""
+        """Store a piece of an image's pixels. The arguments are those of the control calls that `calls_of` makes."""
         self.pixels.give(key, number, count, piece)
 
     def may_start(self, request: Request) -> bool:
-        """Let a request wait for pixels, and text overtake an image without room.
+        """Return False while a request must wait: for its pixels, or behind an image that a step could not take.
 
-        Nothing overtakes an image without tokens, which decodes take. Images are computed in the order of requests.
+        Requests without images overtake an image that lacks room for its embeddings. No request overtakes an image that
+        lacks tokens of the step, which decodes have taken. Images are computed in the order of requests.
         """
         if (number := self._awaited.get(request)) is not None:
             if not self._is_here(image := self._images[request][number]):
@@ -152,7 +153,7 @@ class ImagePlan(PlanFeature):
         return self._cache.has(image.key) or bool(image.inputs) or self.pixels.has(image.key)
 
     def _ask(self, request: Request, number: int) -> None:
-        """Ask for the pixels of a request's image, and of those behind it."""
+        """Ask for the pixels of the request's image with this index, and of its later images."""
         runs = request.status is RequestStatus.RUNNING
         for place, image in enumerate(self._images[request][number:]):
             if self._is_here(image):
@@ -162,7 +163,7 @@ class ImagePlan(PlanFeature):
                 return
 
     def _place(self, request: Request, number: int, image: PromptImage) -> bool:
-        """Let a request hold an image, which the step computes if the cache lacks it; returns False without room."""
+        """Let a request hold an image, and the step compute it if the cache lacks it. Returns False without room."""
         if self._cache.holds(request, number):
             return True
         held, count = self._cache.hold(request, number, image.key), image.num_embeddings
@@ -190,7 +191,7 @@ class ImagePlan(PlanFeature):
         return (count <= self._left or self._left == self._config.step_size) and self._cache.can_add(count)
 
     def built(self, builder: StepBuilder) -> None:
-        """Cancel what an empty step would have computed."""
+        """Cancel the images that the step would compute, if it is empty."""
         if builder.is_empty:
             self._cache.unregister([held.place for held, _ in self._computed])
             self._reset()
@@ -223,7 +224,6 @@ class ImagePlan(PlanFeature):
         return {**self._counts, **rows}
 
     def _reset(self) -> None:
-        """Begin another step."""
         self._left = self._config.step_size
         self._computed, self._placed, self._passing = [], {}, []
         self._lacks_room = self._lacks_tokens = False

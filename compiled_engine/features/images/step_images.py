@@ -1,4 +1,4 @@
-"""The device part of images: computes their embeddings, and tells the forward where they stand in a step."""
+"""The device part of images: computes their embeddings, and gives the forward their positions in a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EmbedsImages(Protocol):
         ...
 
     def lose_weights(self) -> list[torch.Tensor]:
-        """Return the tensors that the checkpoint fills. The next update must fill them again."""
+        """Mark the tensors that the checkpoint fills as lost, and return them. The next update must fill them again."""
         ...
 
     def largest(self) -> Sequence[Mapping[str, torch.Tensor]]:
@@ -112,7 +112,7 @@ class StepImagesOnDevice(StepFeature):
         return self._images
 
     def start_up(self, progress: Progress) -> int:
-        """Run the tower on as many patches as a step may have, on a GPU, whose memory is then known."""
+        """On a GPU, run the tower on the largest images of a step. Return the peak of memory in bytes, 0 on a CPU."""
         device = self._embeddings.device
         if device.type != "cuda":
             return 0
@@ -133,7 +133,7 @@ class StepImagesOnDevice(StepFeature):
         self._images.pop(row, None)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Compute the embeddings of the step's new images, and note where those of its requests are."""
+        """Compute the embeddings of the step's new images, and store the rows of embeddings of its requests' images."""
         if (found := step.extras.get(NAME)) is None:
             return
         given = msgspec.convert(found, StepImages)
@@ -148,7 +148,7 @@ class StepImagesOnDevice(StepFeature):
                 row.index_L[row.positions[number]] = _numbers(rows)
 
     def variant(self, step: SchedulerOutput) -> str:
-        """Return IMAGES if the step computes a position of an image, or one before the last image of M-RoPE's."""
+        """Return IMAGES if the step computes a position of an image, or with M-RoPE any up to the last image."""
         needed = False
         for request_id, start, count in zip(step.request_ids, step.starts, step.counts, strict=True):
             row = self._images.get(self._states.row(request_id))
@@ -179,7 +179,7 @@ class StepImagesOnDevice(StepFeature):
             self._write(name, of_step[name])
 
     def end(self, step: SchedulerOutput) -> None:
-        """Forget images that are computed."""
+        """Forget the images of requests whose last image position the step has computed."""
         if not self._images:
             return
         for request_id, start, count in zip(step.request_ids, step.starts, step.counts, strict=True):
@@ -196,5 +196,5 @@ class StepImagesOnDevice(StepFeature):
 
 
 def _numbers(runs: Runs) -> np.ndarray:
-    """Return the numbers in runs, int64."""
+    """Return the positions in runs, int64."""
     return np.concatenate([np.arange(first, first + length) for first, length in runs])

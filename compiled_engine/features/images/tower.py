@@ -82,7 +82,7 @@ class Tower:
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
         """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower.
 
-        They may only lack the tower if it has weights, see `lose_weights`.
+        After `lose_weights`, the tensors must include those of the tower.
         """
         model = self._weights.config
         assert model.transformers is not None
@@ -94,7 +94,7 @@ class Tower:
         return checked
 
     def lose_weights(self) -> list[torch.Tensor]:
-        """Return the tensors that the checkpoint fills. The next update must fill them again."""
+        """Mark the tensors that the checkpoint fills as lost, and return them. The next update must fill them again."""
         self._lost = True
         return list(self._weights.stored.filled())
 

@@ -22,7 +22,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    # For each block what its hash covers besides token ids; None if it is nothing for all of them.
+    # For each block, the keys that its hash covers besides token ids; None if no block has any.
     extra_keys: list[list[str] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None

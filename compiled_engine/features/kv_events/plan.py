@@ -55,7 +55,7 @@ class KVEvents(PlanFeature):
         self._close.atexit = False
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Watch the groups. Requests hold nothing for events."""
+        """Watch the block groups. Return no resource, since requests hold nothing for events."""
         for index, group in enumerate(groups):
             group.watch(GroupEvents(index, group.block_size, self._events, self._publish))
         return ()
@@ -81,7 +81,10 @@ class KVEvents(PlanFeature):
 
 
 class GroupEvents:
-    """A BlockWatcher that appends the events of a KV group to `events`. publish: is called when no step may follow."""
+    """A BlockWatcher that appends the events of a KV group to `events`.
+
+    publish: publishes `events`, called when the group is cleared, since no step may follow that would publish them.
+    """
 
     def __init__(self, index: int, block_size: int, events: list[Event], publish: Callable[[], None]) -> None:
         self._index, self._block_size, self._events, self._publish = index, block_size, events, publish
@@ -129,10 +132,10 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def extra_keys(request: Request, first: int, stop: int, block_size: int) -> list[list[str] | None] | None:
-    """Return for each of the request's blocks what its hash covers besides token ids; None if it is nothing for all.
+    """Return, for each block `first` to `stop`, the keys that its hash covers besides token ids; None if all have none.
 
     The keys of a block are its adapter's name, the keys of the contents that it has a part of, and, in a prompt's
-    first block, a digest that only requests with the same cache salt have. The salt itself is not known here.
+    first block, a digest that only requests with the same cache salt have. The core does not know the salt itself.
     """
     adapter, contents = adapter_of(request.asked), request.asked.contents
     root = ROOT if adapter is None else prefix_root(adapter=adapter.digest)

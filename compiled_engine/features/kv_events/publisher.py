@@ -44,7 +44,7 @@ class Publisher:
         try:
             self._pub.set_hwm(config.hwm)
             _open(self._pub, "endpoint", config.endpoint, binds=_binds(config.endpoint))
-            # A whole replay must fit, as a ROUTER socket drops what does not.
+            # A whole replay must fit, as a ROUTER socket drops messages beyond this number.
             self._replay.set_hwm(config.buffer_steps + 1)
             if config.replay_endpoint is not None:
                 _open(self._replay, "replay_endpoint", config.replay_endpoint, binds=True)

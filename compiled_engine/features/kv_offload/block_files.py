@@ -1,4 +1,4 @@
-"""The files of a rank: one for each block, with the rank's part of it.
+"""The files of a rank: one for each block, with the rank's part of the block.
 
 A file has a checksum, the number of bytes, and the bytes. It is written under another name and then renamed, so that a
 process which ends meanwhile leaves no partial file under a block's name. A file that cannot be read, or is not what

@@ -14,10 +14,10 @@ BLOCKS, STATES = "blocks", "states"
 
 
 class Copies(NamedTuple):
-    """Copies between slots of host memory and rows of one kind on the device, a row for each slot."""
+    """Copies between slots of host memory and rows on the device, of one kind (BLOCKS or STATES)."""
 
     slots: list[int]
-    rows: list[int]
+    rows: list[int]  # one for each slot
     files: list[tuple[int, str]]  # slots that files are written from, or read into, and the files' names
 
 
@@ -29,5 +29,5 @@ class Arrived(NamedTuple):
 
 
 def copies_before(extras: dict[str, Any]) -> int | None:
-    """Return the number of the save that a step follows, since it reuses a row of it; None if it reuses none."""
+    """Return the number of the save that a step must wait for, since it reuses rows being copied; None for none."""
     return extras.get(NAME)

@@ -27,8 +27,8 @@ STATE_SUFFIX = "-state"  # of the names of snapshots
 class FileIndex:
     """The blocks with files, at most `limit`; the least recently used one is removed for another.
 
-    folder: of the model. most_bytes: for the files of all models together; those of models that are not running are
-    removed as far as needed, when the index is made. state_weight: number of blocks that a snapshot counts as.
+    folder: the model's. most_bytes: limit on the files of all models; when the index is made, files of models that are
+    not running are removed to meet the limit. state_weight: number of blocks that a snapshot counts as.
     """
 
     def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int, *, state_weight: int = 1) -> None:
@@ -58,7 +58,7 @@ class FileIndex:
         self._names.move_to_end(name)
 
     def add(self, name: str) -> list[str]:
-        """Note a block that gets files, and return those whose files must be removed."""
+        """Add a block that gets files. Return the names of the blocks whose files must be removed for it."""
         self._names[name] = None
         self._weight += self._weight_of(name)
         return self._remove_surplus()

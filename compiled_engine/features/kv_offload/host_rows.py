@@ -20,9 +20,10 @@ STAGING_BYTES = 64 << 20
 
 
 class HostRows:
-    """Copies rows. tensors: returns those of all layers, each [N, ...]; a tensor that layers share comes once.
+    """Copies rows between the device and host memory.
 
-    `stored` and `loaded` count rows that were copied out and in.
+    tensors: a function that returns the tensors of all layers, each [N, ...], a tensor that layers share once. `stored`
+    and `loaded` count the rows copied to host memory and back.
     """
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
@@ -42,7 +43,7 @@ class HostRows:
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Dry-run the launches of copies, see StepFeature.compile_kernels. Otherwise they copy a row to itself."""
+        """Launch the copy kernels for row 0, which is copied to itself. See StepFeature.compile_kernels."""
         layers, row = LayerRows(self._tensors()), torch.zeros(1, dtype=torch.int64, device=self._device)
         buffer = torch.empty((1, self._count_bytes()), dtype=torch.uint8, device=self._device)
         layers.gather(row, buffer)
@@ -100,7 +101,7 @@ class HostRows:
         return self._host.rows
 
     def _divided(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield slots, which ascend, and their rows, as many at a time as the staging buffer has room for."""
+        """Yield ascending slots and their rows, in parts that fit the staging buffer."""
         pairs = sorted(zip(slots, rows, strict=True))
         for start in range(0, len(pairs), len(self._staging)):
             part = pairs[start : start + len(self._staging)]
@@ -108,7 +109,7 @@ class HostRows:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the places of each run of consecutive numbers."""
+    """Yield (start, stop) for each run of consecutive numbers: indices into `numbers`."""
     start = 0
     for place in range(1, len(numbers) + 1):
         if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:

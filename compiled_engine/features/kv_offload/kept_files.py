@@ -1,4 +1,4 @@
-"""The planning part of files: what is being written, and what must be removed.
+"""The planning part of files: which files are being written, and which must be removed.
 
 Without a FileIndex there are no files. Once the prefix cache was emptied, files are neither read nor written, as the
 weights may not be those of the checkpoint any more.
@@ -25,7 +25,7 @@ class Write:
 class KeptFiles:
     """The files of an engine, by name. `are_used` says whether files are read and written.
 
-    `written` and `errors` count files that were written, and faults.
+    `written` counts the files that were written, and `errors` those that could not be written or read.
     """
 
     def __init__(self, index: FileIndex | None) -> None:
@@ -50,7 +50,7 @@ class KeptFiles:
         self._index.use(name)
 
     def begin_write(self, name: str, slots: Slots, slot: int) -> bool:
-        """Return whether a slot must be written to a file, which keeps it from being given away."""
+        """Return whether a slot must be written to the file `name`. If so, pin the slot until the file is written."""
         if self._index is None or not self.are_used or name in self._index or name in self._writes:
             return False
         self._to_remove += self._index.add(name)
@@ -59,7 +59,7 @@ class KeptFiles:
         return True
 
     def end_write(self, name: str, is_there: bool, num_ranks: int) -> None:
-        """Note that one of `num_ranks` ranks has written a file, or could not."""
+        """Record that one of `num_ranks` ranks has finished writing a file. is_there: the rank has written it."""
         write = self._writes[name]
         write.is_there &= is_there
         write.num_ranks += 1
@@ -78,7 +78,7 @@ class KeptFiles:
         self._to_remove.append(name)  # other ranks may have it
 
     def take_removed(self) -> list[str]:
-        """Return the names of files to remove, each once. Files that are written again meanwhile stay."""
+        """Return the names of files to remove, each once. Files that are being written again are kept."""
         removed, self._to_remove = self._to_remove, []
         return [name for name in removed if name not in self._writes]
 

@@ -1,4 +1,4 @@
-"""The planning part of rows of one kind: which of them host memory has, and which are still to be copied there.
+"""The planning part of rows of one kind: which rows have copies in host memory, and which are still to be copied.
 
 A row is a block of the KV cache, or a snapshot of recurrent states. Both are found by the hash of the block that ends
 there. A row is copied to a slot once its contents are written, that is, when a step was processed that was planned
@@ -16,9 +16,10 @@ from compiled_engine.features.kv_offload.slots import Slots
 
 
 class KeptRows:
-    """The rows of a kind, see extras.py, of an engine with `num_slots` slots for them.
+    """The rows of one kind (BLOCKS or STATES), with `num_slots` slots of host memory.
 
-    suffix: of their files' names, after the hash. `saved` and `loaded` count copies to host memory and back.
+    suffix: ends the names of the rows' files, after the hash. `saved` and `loaded` count copies to host memory and
+    back.
     """
 
     def __init__(self, kind: str, num_slots: int, files: KeptFiles, suffix: str = "") -> None:
@@ -30,7 +31,7 @@ class KeptRows:
         self._arriving: set[bytes] = set()  # hashes of rows that are being loaded
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether host memory or files have a row."""
+        """Return whether host memory or a file has the row with this hash."""
         return block_hash in self.slots or (self._files.are_used and self.name_of(block_hash) in self._files)
 
     def name_of(self, block_hash: bytes) -> str:
@@ -43,25 +44,25 @@ class KeptRows:
     # Copies to host memory
 
     def registered(self, row: int, block_hash: bytes, step: int) -> None:
-        """Note a row whose contents are there once this step was processed."""
+        """Record a row whose contents are written once this step was processed."""
         if self.slots.use(block_hash) is None:
             self._unsaved[row] = block_hash, step
 
     def evicted(self, row: int) -> int:
-        """Note a row that is reused. Returns the number of the save that the reuse follows, 0 if there is none."""
+        """Record that a row is reused. Returns the number of the save that copied the row last, 0 for none."""
         self._unsaved.pop(row, None)
         return self._leaving.pop(row, 0)
 
     def dropped(self, row: int) -> None:
-        """Note a row whose contents were not written."""
+        """Record that the contents of a row were not written."""
         self._unsaved.pop(row, None)
 
     def written_by(self, step: int) -> list[int]:
-        """Return the rows to copy whose contents are there, as this step was processed."""
+        """Return the rows that can be copied now: their contents were written by this step or earlier ones."""
         return [*takewhile(lambda row: self._unsaved[row][1] <= step, self._unsaved)]
 
     def begin_save(self, rows: Sequence[int], number: int) -> Copies:
-        """Return the copies of a save of these rows, as far as slots can be given to them."""
+        """Return the copies of these rows to slots, in save `number`. Rows for which no slot is left are not copied."""
         copies = Copies([], [], [])
         for row in rows:
             block_hash, _ = self._unsaved.pop(row)
@@ -78,7 +79,7 @@ class KeptRows:
         return copies
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Note the use of rows on the device, so that they are not the first to leave host memory and files."""
+        """Make the slots and files of rows that were used on the device the most recently used ones."""
         for block_hash in hashes:
             self.slots.use(block_hash)
             if self._files.are_used and (name := self.name_of(block_hash)) in self._files:
@@ -87,9 +88,9 @@ class KeptRows:
     # Copies back
 
     def begin_load(self, hashes: Sequence[bytes]) -> list[tuple[int, str | None]]:
-        """Return a pinned slot for each of the first of these rows, and the name of the file that is read into it.
+        """Return a pinned slot for each row, and the name of the file that must be read into the slot.
 
-        The name is None if the slot has the row. There are fewer slots than hashes if no more can be given away.
+        The name is None if the slot has the row already. If too few slots are free, only the first rows get one.
         """
         known = [self.slots.use(block_hash) for block_hash in hashes]
         for slot in known:
@@ -118,7 +119,7 @@ class KeptRows:
         self.slots.unpin(slot)
 
     def clear(self) -> None:
-        """Forget all rows, as their contents may have changed their meaning."""
+        """Forget all rows: the prefix cache was emptied, for example because the weights have changed."""
         self.slots.clear()
         self._unsaved.clear()
         self._leaving.clear()

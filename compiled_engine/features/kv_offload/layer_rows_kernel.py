@@ -48,7 +48,7 @@ def copy_rows_kernel(
 
 
 def launch(layers: torch.Tensor, rows: torch.Tensor, buffer: torch.Tensor, most_words: int, *, gathers: bool) -> None:
-    """Launch the kernel for all layers. most_words: of a row of a layer. For the tensors see `copy_rows_kernel`."""
+    """Launch the kernel for all layers. most_words: words in the longest row. See `copy_rows_kernel` for tensors."""
     num_pieces = triton.cdiv(most_words, TILE)
     grid = (len(rows) * num_pieces, len(layers))
     copy_rows_kernel[grid](layers, rows, buffer, buffer.shape[1], num_pieces, GATHERS=gathers, TILE=TILE, num_warps=4)

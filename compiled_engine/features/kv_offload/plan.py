@@ -5,9 +5,9 @@ reuses a row whose copy to host memory may still run follows that copy on the de
 copied is not copied.
 
 A request whose prefix has rows in host memory or in files is skipped until they are copied back. Blocks of the KV cache
-are held for them meanwhile, and a slot of a snapshot. Then they can be found like all others, and the request is
-admitted. A request waits once per admission; what is lost before that is computed again, so that requests cannot wait
-for one another. With recurrences, a prefix ends at a snapshot, and blocks behind it are not copied back.
+are held for them meanwhile, and a slot of a snapshot. Then they can be found like all other rows, and the request is
+admitted. A request waits once per admission; rows that are lost before that are computed again, so that requests cannot
+wait for one another. With recurrences, a prefix ends at a snapshot, and blocks behind it are not copied back.
 
 With files, each row that is copied to host memory is also written to them, from where it comes back to host memory
 after its slot was given away, or the engine was started again.
@@ -75,10 +75,10 @@ class Load:
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots for blocks. A BlockWatcher and a PlaceWatcher.
+    """Plans the copies of an engine with `num_slots` slots for blocks. It is a BlockWatcher and a PlaceWatcher.
 
-    call_ranks: Executor.call. files: of rows outside host memory; None: there are none. snapshots: those of the prefix
-    cache, with `num_state_slots` slots of host memory; None: the model has no recurrences.
+    call_ranks: Executor.call. files: the files of rows; None: no files. snapshots: the snapshots of the prefix cache,
+    with `num_state_slots` slots of host memory; None: the model has no recurrences.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HostBlocks(PlanFeature):
         self._blocks.dropped(block)
 
     def cleared(self) -> None:
-        """Free all slots, as keys and values may have changed their meaning."""
+        """Free all slots, and use no files from now on, since the weights may have changed."""
         for kept in self._kinds:
             kept.clear()
         self._follows = self._num_saves  # `evicted` is not called for rows that cannot be found
@@ -219,9 +219,9 @@ class HostBlocks(PlanFeature):
         return not self._load(request, held, hashes[:count], missing, state)
 
     def _kept_prefix(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Return the number of leading blocks that any place has, and the indices of those that the KV cache lacks.
+        """Return the number of leading blocks in the KV cache, host memory or files, and the indices of missing blocks.
 
-        With recurrences, the blocks end at a snapshot that any place has.
+        Missing blocks are not in the KV cache. With recurrences, the blocks end at a snapshot in any of these places.
         """
         assert self._group is not None
         count, missing = len(hashes), []
@@ -268,7 +268,7 @@ class HostBlocks(PlanFeature):
                 self._cancel(self._states, of_state)
                 self._cancel(self._blocks, parts)
                 return False
-        blocks = dict(zip(missing, parts, strict=False))  # what follows these is computed
+        blocks = dict(zip(missing, parts, strict=False))  # later blocks are computed
         if not blocks and row is None:
             return False
         count = len(hashes) if len(parts) == len(missing) else max(blocks) + 1
@@ -324,7 +324,7 @@ class HostBlocks(PlanFeature):
         self._any_arrived = True
 
     def _end_part(self, kept: KeptRows, load: Load, part: Part) -> bool:
-        """Note the end of a row's copy. Returns whether the row has its contents now."""
+        """Record that the copy of a row has ended. Returns whether the row on the device has the contents."""
         has_failed = part.name in load.failed
         if has_failed and part.name is not None:
             self._files.lose(part.name)

@@ -1,4 +1,4 @@
-"""The slots of host memory: which one has the block of which hash, and which may be given to another block."""
+"""The slots of host memory: the block hash of each slot, and whether the slot may be given to another block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Slots:
         return self._slots[block_hash]
 
     def take(self, block_hash: bytes) -> int | None:
-        """Return a slot for a new hash, which it has from now on; None if all others are pinned."""
+        """Assign a slot to a new hash and return the slot; None if all slots are pinned."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -43,7 +43,7 @@ class Slots:
         return slot
 
     def pin(self, slot: int) -> None:
-        """Keep a slot from being given away until `unpin` is called as often."""
+        """Keep a slot from being given to another block until `unpin` was called as often as `pin`."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:

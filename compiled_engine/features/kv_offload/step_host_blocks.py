@@ -51,7 +51,7 @@ class PendingLoad:
 
 
 class StepHostBlocks(StepFeature):
-    """Copies rows. kinds: the rows of each kind. rank: its index."""
+    """Copies rows between a rank's device and host memory. kinds: the HostRows of each kind. rank: the rank's index."""
 
     name = NAME
     calls = (SAVE, LOAD, ARRIVED, OPEN_FILES)
@@ -77,7 +77,7 @@ class StepHostBlocks(StepFeature):
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the slots, and run the copies of one once, so that none of their kernels is loaded later."""
+        """Allocate the slots, and copy one in both directions, so that no kernel of the copies is loaded later."""
         for rows in self._kinds.values():
             rows.allocate_slots()
             for copy in (rows.copy_out, rows.copy_in):
@@ -87,7 +87,7 @@ class StepHostBlocks(StepFeature):
             self._stream.synchronize()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Let a step follow the save of a row that it reuses."""
+        """Let the step wait, on the device, for the save that copies a row which the step reuses."""
         if (number := copies_before(step.extras)) is None:
             return
         while self._saves and self._saves[0][0] <= number:
@@ -96,7 +96,7 @@ class StepHostBlocks(StepFeature):
                 event.wait()
 
     def open_files(self, folder: str) -> None:
-        """Keep files in a folder, which is the replica's."""
+        """Keep files in `folder`, the folder of this replica."""
         self._files = BlockFiles(Path(folder) / str(self._rank))
 
     def save(self, number: int, copies: Mapping[str, Copies], removed: Sequence[str] = ()) -> None:
@@ -114,7 +114,7 @@ class StepHostBlocks(StepFeature):
             self._writer.submit(self._open_files.remove, name)
 
     def load(self, number: int, copies: Mapping[str, Copies]) -> None:
-        """Copy slots to rows, once the steps submitted so far have ended, and files were read into some slots."""
+        """Copy slots to rows, once the steps submitted so far have ended and the files of `copies` were read."""
         made = {kind: Copies(*each) for kind, each in copies.items()}
         reads = {}
         if any(each.files for each in made.values()):
@@ -166,7 +166,7 @@ class StepHostBlocks(StepFeature):
         return Arrived(loads, [(name, write.result()) for name, write in done])
 
     def _launch(self, copies: Callable[[], None]) -> Launched:
-        """Let the thread launch copies, which follow the steps submitted so far. On a CPU, make them."""
+        """Have the thread launch copies after the steps submitted so far. On a CPU, make the copies at once."""
         if self._launcher is None:
             made: Launched = Future()
             copies()
@@ -204,7 +204,7 @@ class StepHostBlocks(StepFeature):
 
 
 def _without_failed(load: PendingLoad) -> dict[str, Copies]:
-    """Return the copies of slots that have their rows; a file may not have been read into others."""
+    """Return the copies of a load, without the slots whose file could not be read. Copies are by kind."""
     failed = {name for name, read in load.reads.items() if not read.result()}
     found = {}
     for kind, copies in load.copies.items():

@@ -38,5 +38,5 @@ def rows_in(extras: dict[str, Any]) -> tuple[int, LogprobRows] | None:
 
 
 def as_rows(found: Any) -> tuple[int, LogprobRows]:
-    """Return the position of the first row and the rows. Decodes them if they come from another process."""
+    """Return the position of the first row of log-probabilities, and the rows, decoded if another process sent them."""
     return msgspec.convert(found, tuple[int, LogprobRows])

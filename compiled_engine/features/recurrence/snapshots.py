@@ -11,7 +11,7 @@ more prompts are likely to do so. A step must end at both places, so that the st
 snapshots to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of
 scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix immediately.
 
-Another feature may copy snapshots elsewhere, as their watcher, and back to slots that it holds meanwhile (`begin_fill`,
+Another feature may be the watcher of snapshots, copy them elsewhere, and fill slots with them again (`begin_fill`,
 `end_fill`).
 """
 
@@ -76,7 +76,7 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots, and mark the one that it begins with as used.
+        """Choose where the request takes snapshots, and mark the snapshot with which it begins as used.
 
         Must be called before the request takes its blocks, since taking them may evict its cached prefix.
         """
@@ -118,7 +118,7 @@ class StateSnapshots(PlanFeature):
                 self.watcher.place_taken(slot, key)
 
     def _take_slot(self, kept: Collection[bytes]) -> int | None:
-        """Return a free slot, or that of the least recently used snapshot that is not to be kept; None without one."""
+        """Return a free slot, or else that of the least recently used snapshot not in `kept`; None if there is none."""
         if self._free:
             return self._free.pop()
         oldest = next((known for known in self._slots if known not in kept), None)

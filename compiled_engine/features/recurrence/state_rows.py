@@ -34,7 +34,7 @@ class StateRows(StepFeature):
         self._views: dict[int, list[list[torch.Tensor]]] = {}
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Copy snapshots to the rows of the step's new requests that begin with one."""
+        """Copy snapshots to the rows of the step's new requests that begin with a snapshot."""
         for request in step.new:
             if (slot := request.extras.get(NAME)) is not None:
                 self._copy(self._num_rows + slot, self._states.row(request.request_id))

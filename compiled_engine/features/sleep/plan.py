@@ -12,14 +12,15 @@ from compiled_engine.features.weight_updates.plan import WeightUpdates
 
 NAME = "sleep"
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
-# What each level gives back. Weights of level 1 are kept in host memory.
+# The parts that each level gives back. Level 1 keeps the weights in host memory.
 LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 
 
 class Sleep(PlanFeature):
     """Gives memory back to the system, at addresses that stay valid.
 
-    call_ranks: has all ranks serve a control call. updates: is told that the weights are lost.
+    call_ranks: a function that has all ranks serve a control call. updates: holds all steps after the weights were
+    dropped.
     """
 
     calls = ("sleep", "wake_up", "is_sleeping")

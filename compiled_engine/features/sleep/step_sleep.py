@@ -31,7 +31,7 @@ def rank_memory(config: EngineConfig) -> RankMemory:
 
 
 def step_sleep(parts: RunnerParts, others: Sequence[LoseWeights] = ()) -> StepFeature:
-    """Return the feature of a rank. others: of models beside the text model whose weights sleep with it."""
+    """Return the feature of a rank. others: see `lose_weights` of MappedSleep."""
     weights, kv_cache = parts.memory.weights, parts.memory.kv_cache
     lose_weights = (parts.weights.stored.filled, *others)
     if isinstance(weights, MappedMemory) and isinstance(kv_cache, MappedMemory):
@@ -80,7 +80,11 @@ class MappedSleep(StepFeature):
     calls = ("give_back", "take_again")
 
     def __init__(self, weights: MappedMemory, kv_cache: MappedMemory, lose_weights: Sequence[LoseWeights] = ()) -> None:
-        """Make the feature. lose_weights: of models beside the text model, whose weights are in `weights` too."""
+        """Make the feature.
+
+        lose_weights: for each model beside the text model whose weights are in `weights`, the function that marks them
+        as lost and returns them.
+        """
         self._memory = {WEIGHTS: weights, KV_CACHE: kv_cache}
         self._lose_weights = tuple(lose_weights)
         self._copy = HostCopy()

@@ -343,11 +343,11 @@ class DraftHead(Drafter):
     # Draft ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Stage the drafting passes of a step, unless it skips the head."""
+        """Stage the inputs of the step's drafting passes, unless the step skips the head."""
         self._drafting = None if step.single else self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes, and return what they need.
+        """Stage the inputs of a step's drafting passes, and return their sizes and their graph.
 
         The requests must have rows and blocks.
         """
@@ -411,7 +411,7 @@ class DraftHead(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """Fill the buffers of the key's graph, which drafts or reads a step's tokens, with padding. See Capturable."""
+        """Fill the inputs of the key's graph with padding: a graph of `draft` or of `prefill_head`. See Capturable."""
         if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_rows, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -462,7 +462,7 @@ class DraftHead(Drafter):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the kernels around the head, over padding. The head itself does not run. See Drafter for `alone`."""
+        """Launch the kernels before and after the head, over padding, without the head. See Drafter for `alone`."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

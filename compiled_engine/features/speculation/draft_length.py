@@ -126,11 +126,11 @@ class DraftLength:
 
     def _next(self, times: _Times, num_requests: int, num_drafting: int) -> Drafts:
         judged: _Times | None = times
-        is_timed = num_drafting > 0 and 2 * num_drafting >= num_requests  # see StepInFlight
+        is_timed = num_drafting > 0 and 2 * num_drafting >= num_requests  # see TimedStep.num_drafts
         if unknown := [length for length in self._lengths if not times.knows(length)]:
             if is_timed:
                 return Drafts(unknown[-1])
-            judged = self._fewer_requests(num_requests)  # drafts that do not pay there do not pay here
+            judged = self._fewer_requests(num_requests)  # drafts that do not pay with fewer requests do not pay here
         if judged is None:
             return Drafts(0)
         self._judge(judged)
@@ -171,7 +171,7 @@ class DraftLength:
         """
         if self.skips_head and times.current == 0:
             return []
-        lengths = self._lengths[1:] if self.skips_head else self._lengths  # 0 would let requests rest
+        lengths = self._lengths[1:] if self.skips_head else self._lengths  # with 0, requests would stop drafting
         least = dict.fromkeys(lengths, min(times.seconds[length] for length in self._lengths))
         needed = PROMISING * self._rate(times.seconds, times.current)
         found = [length for length in lengths if length != times.current and self._rate(least, length) > needed]

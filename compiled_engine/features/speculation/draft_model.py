@@ -105,7 +105,7 @@ class DraftModel(Drafter):
         self._drafting = self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's passes, and return what the passes need.
+        """Stage the inputs of a step's passes, and return their sizes, their graph and the batch of prompts.
 
         The requests must have their rows and blocks.
         """
@@ -260,7 +260,7 @@ class DraftModel(Drafter):
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the kernels around the draft model, over padding. The model itself does not run."""
+        """Launch the kernels before and after the draft model, over padding, without the model."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)

@@ -125,7 +125,8 @@ class DraftPlan(PlanFeature):
     def _skip_head(self, builder: StepBuilder) -> None:
         """Decide whether the step skips the head. If it does, its requests stop drafting.
 
-        The step does so if `_drafts` says it, or if it has no drafts and all its requests have stopped drafting before.
+        The step skips the head if `_drafts.skips_head` is set, or if it has no drafts and all its requests have stopped
+        drafting before.
         """
         requests = (*builder.decodes, *builder.others.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]
@@ -189,7 +190,7 @@ class DraftPlan(PlanFeature):
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of DraftCounts, DraftLength and DraftSharpness, with `resting` and `rested`.
 
-        resting: running requests that have stopped drafting. rested: how often a request has stopped drafting.
+        resting: running requests that have stopped drafting now. rested: how often a request has stopped drafting.
         """
         found = self._counts.metrics()
         for chosen in (self._length, self._sharpness):

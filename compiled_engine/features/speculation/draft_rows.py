@@ -146,7 +146,7 @@ class DraftedRows:
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """Return the requests' results from those of the rows, see CombineRows.
+        """Return the results of requests, combined from the results of their rows, see CombineRows.
 
         tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist.
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 from compiled_engine.engine.messages import SchedulerOutput
 
-NAME = "speculation"  # of the extras of a step, in which the plan tells the head how sharp its drafts are
+NAME = "speculation"  # of the extras of a step, with which the plan sets the sharpness of the head's drafts
 # So large that sampling noise has no influence on drafts.
 GREEDY_DRAFTS = 1e6
 # Number of verified requests before a sharpness is judged.

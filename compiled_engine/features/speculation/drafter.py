@@ -86,7 +86,7 @@ class Drafter(StepFeature, ABC):
 
     @abstractmethod
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the passes' kernels outside the draft model or head, over padding.
+        """Launch the kernels of a pass except those of the draft model or head, over padding.
 
         alone: only this rank does so, as in a dry run; it must not wait for other ranks.
         """
@@ -99,7 +99,7 @@ class Drafter(StepFeature, ABC):
         """
 
     def _batches(self) -> list[BatchShape]:
-        """Return the shapes of the start-up batches: of the first pass, of further passes, and of prompts."""
+        """Return the shapes of the start-up batches: for the first pass, further passes, and prompts."""
         most = self.config.scheduler.max_num_seqs
         shapes = start_up_batches(self.config, self.query_lens)
         return [

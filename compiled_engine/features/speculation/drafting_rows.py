@@ -34,7 +34,7 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """For each draft that any request has room for, the number of requests with room for it."""
+        """The number of requests with room for a first draft, for a second draft, and so on."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 

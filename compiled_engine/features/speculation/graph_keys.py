@@ -1,4 +1,4 @@
-"""The keys of CUDA graphs in an engine with drafts: of its steps, and of the passes of a draft model or head."""
+"""The keys of CUDA graphs in an engine with drafts: for steps, and for the passes of a draft model or head."""
 
 from __future__ import annotations
 

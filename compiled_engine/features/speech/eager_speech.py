@@ -16,7 +16,7 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 
 
 class EagerSpeech:
-    """The `EagerFeature` that allocates keys and values of clips, and hands them to the model."""
+    """The `EagerFeature` that allocates the keys and values of clips, and sets them in the model."""
 
     def __init__(self, config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> None:
         model, num_rows = config.model, limits.num_slots * speech.length

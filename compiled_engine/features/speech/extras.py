@@ -1,4 +1,4 @@
-"""Clips in extras, as plain data: those of requests, for the plan, and those that a step encodes, for the device."""
+"""Clips in extras, as plain data: a request's clip, for the plan, and the clips that a step encodes, for ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:
 
 
 def transcription_of(extra_args: Mapping[str, Any] | None) -> str | None:
-    """Return one of TRANSCRIPTIONS: which rules a request's tokens follow; None for no rules. Raises ValueError."""
+    """Return one of TRANSCRIPTIONS, the rules of a request's tokens; None for no rules. Raises ValueError otherwise."""
     given = (extra_args or {}).get(TRANSCRIPTION)
     if given is None or given in TRANSCRIPTIONS:
         return given

@@ -1,7 +1,7 @@
 """The plan of clips: which slot on the device has the keys and values of which clip, and which step encodes it.
 
-A request holds the slot of its clip while it runs. A clip that comes again has its slot still, unless others have
-needed it: in another request, in several completions of a prompt, or after a preemption. A request waits if its clip
+A request holds the slot of its clip while it runs. A clip that comes again, in another request, in several completions
+of a prompt, or after a preemption, still has its slot unless another clip has needed it. A request waits if its clip
 has no slot and none can be freed, or if its features have not come. They are asked for once the request could start.
 """
 
@@ -20,14 +20,14 @@ from compiled_engine.features.speech.extras import NAME, TRANSCRIPTION, NewClip,
 from compiled_engine.speech import NO_RULES, SpeechConfig
 
 _PLANNED = ("clips", "clip_cache_hits", "clips_encoded")
-# Features are asked for before they are needed as long as they are those of so many full steps.
+# Features are asked for before they are needed, but for no more clips than this number of full steps encodes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "encoder_runs")  # the last one is the ranks'
+COUNTERS = (*_PLANNED, "encoder_runs")  # the ranks count the last one
 GAUGES = ("clip_slots", "clip_slots_used")
 
 
 class ClipSlots(EmbeddingCache):
-    """The slots of clips as a FindableResource: a clip has one slot, and is the only one of its request."""
+    """The slots of clips as a FindableResource. A clip has one slot, and a request has one clip."""
 
     kind = "clip slots"
 
@@ -64,7 +64,7 @@ class SpeechPlan(PlanFeature):
             raise ValueError(f"extra_args[{TRANSCRIPTION!r}] is given; allowed: none, as {NO_RULES}")
 
     def added(self, request: Request) -> None:
-        """Note a request's clip. With timestamps it gets one token a step, as each one limits the next."""
+        """Store the request's clip. With timestamps, the request gets one token a step: each limits the next."""
         clip = clip_of(request.asked)
         assert clip is not None
         self._clips[request] = clip
@@ -73,7 +73,7 @@ class SpeechPlan(PlanFeature):
         self._counts["clips"] += 1
 
     def give_inputs(self, key: str, number: int, count: int, piece: Piece) -> None:
-        """Take a part of the features of a clip, see `calls_of` in features/images/pixels.py."""
+        """Store a piece of a clip's features. See `calls_of` in features/images/pixels.py for the arguments."""
         self.features.give(key, number, count, piece)
 
     def may_start(self, request: Request) -> bool:
@@ -92,7 +92,7 @@ class SpeechPlan(PlanFeature):
         return self.features.take_completed() or skipped
 
     def limit_share(self, request: Request, num_tokens: int) -> int:
-        """Give a request that starts the slot of its clip; `may_start` has found one."""
+        """Give a request that starts a slot for its clip. `may_start` has checked that there is one."""
         if request.status is not RequestStatus.RUNNING:
             self._slot[request] = self._place(request, self._clips[request].key)
         return num_tokens
@@ -101,7 +101,7 @@ class SpeechPlan(PlanFeature):
         extras[NAME] = self._slot.pop(request)
 
     def built(self, builder: StepBuilder) -> None:
-        """Cancel what an empty step would have encoded."""
+        """Cancel the clips that the step would encode, if it is empty."""
         if builder.is_empty:
             self._slots.unregister([held.place for _, held in self._encoded])
             self._reset()
@@ -141,6 +141,5 @@ class SpeechPlan(PlanFeature):
         return held.rows[0][0]
 
     def _reset(self) -> None:
-        """Begin another step."""
         self._encoded = []
         self._slot.clear()

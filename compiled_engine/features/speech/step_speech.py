@@ -25,8 +25,8 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 class StepSpeech(StepFeature):
     """Runs the encoder for the clips of a step, and sets the row field with the slot of each request's clip.
 
-    encode, hoisted: the model's callables. kept: of each layer in turn, its keys and values, [slots * length, H, d].
-    rules: learn each sampled token; None if the checkpoint states none.
+    encode, hoisted: the model's callables. kept: the buffers of keys and values of the first layer, then of the next
+    ones, [slots * length, H, d] each. rules: None if the checkpoint states no rules.
     """
 
     name = NAME
@@ -52,7 +52,7 @@ class StepSpeech(StepFeature):
 
     @classmethod
     def of(cls, parts: RunnerParts, config: SpeechConfig, speech: SpeechDescription) -> StepSpeech:
-        """Make the feature of a runner, whose sampler it gives the rules of transcriptions."""
+        """Make the feature of a runner, and add the rules of transcriptions to the runner's sampler."""
         model, rules = parts.config.model, None
         if config.rules is not None:
             rules = TokenRules(config.rules, parts.states.fields)
@@ -74,7 +74,7 @@ class StepSpeech(StepFeature):
         )
 
     def start_up(self, progress: Progress) -> int:
-        """Encode as many clips as a step may have, on a GPU, whose memory is then known."""
+        """On a GPU, encode the most clips of a step. Return the peak of memory in bytes, 0 on a CPU."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -104,7 +104,10 @@ class StepSpeech(StepFeature):
         return {"encoder_runs": self._num_runs}
 
     def _run(self, clips: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return keys and values of each layer in turn, [C * length, H, d] each, for the features of C clips."""
+        """Encode the features of C clips. Return keys and values of the first layer, then of the next ones.
+
+        Each is [C * length, H, d].
+        """
         inputs = encoder_inputs(self._speech, clips, self._dtype)
         given = {name: each if name in self._on_host else self._on_device(each) for name, each in inputs.items()}
         with torch.no_grad():

@@ -1,9 +1,9 @@
 """The rules of a transcription's tokens, applied to logits on the device: suppressed tokens, and timestamps.
 
-They are those of the paper (Radford et al., arXiv:2212.04356), as transformers applies them when it generates with
-Whisper. A text with timestamps begins with one. Each segment of the text is between two timestamps; the last one may
-lack its end. Timestamps never decrease. If all timestamps together are more probable than each other token, the next
-token is a timestamp.
+The rules are those of the paper (Radford et al., arXiv:2212.04356), as transformers applies them when it generates
+with Whisper. A text with timestamps begins with one. Each segment of the text is between two timestamps; the last
+segment may lack its end. Timestamps never decrease. If all timestamps together are more probable than each other token,
+the next token is a timestamp.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TokenRules:
             self._limit(logits_RV, rows_R, first_R1)
 
     def took(self, rows_N: np.ndarray, last_token_S: torch.Tensor) -> None:
-        """Note the newest tokens of rows, from those of all rows. Rows without timestamps may be among them."""
+        """Record the newest tokens of `rows_N`, except rows without timestamps. last_token_S: newest tokens by row."""
         timed_N = rows_N[self._is_timed_N[rows_N]]
         if not len(timed_N):
             return

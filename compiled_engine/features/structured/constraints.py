@@ -137,7 +137,7 @@ class Constrained:
 
 
 class MaskMaker:
-    """Computes the masks of steps, those of grammars in threads, into an array with a row per request of a step."""
+    """Computes the masks of steps into an array with a row per request. Masks of grammars are computed in threads."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._shape = (max_num_requests, num_words(vocab_size))

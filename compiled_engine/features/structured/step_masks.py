@@ -15,7 +15,7 @@ from compiled_engine.sampling.ranks import VocabularySlice
 
 
 class MaskedSteps(StepFeature):
-    """Uploads the masks of steps. `vocabulary` has this rank's columns of the logits."""
+    """Uploads the masks of steps. `vocabulary` is the slice of the vocabulary whose logits this rank computes."""
 
     name = NAME
 

@@ -14,7 +14,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.features.weight_updates.nccl import ID_KEY, NcclCommunicator, unique_id_in
 
 TIMEOUT = timedelta(minutes=5)
-# Tensors of one message have at most so many bytes, but for the last of them. The sender counts alike.
+# A message ends with the tensor that brings it above this number of bytes. The sender divides in the same way.
 PACKED_BYTES = 1 << 30
 # Memory of a GPU that is left to steps. Received tensors that do not fit beside it are kept on the host.
 LEFT_BYTES = 2 << 30
@@ -26,7 +26,7 @@ Receive = Callable[[int], torch.Tensor]
 
 
 class Broadcasts:
-    """Messages of a trainer, which is rank 0 of a group with the engine's ranks.
+    """Receives the messages of a trainer, which is rank 0 of a group with the engine's ranks.
 
     receive: see `over_gloo` and `over_nccl`. packed: a message has several tensors.
     """
@@ -37,7 +37,7 @@ class Broadcasts:
     def receive(self, announced: Sequence[Announced], packed: bool | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the announced tensors, sent by the trainer in this order. Raises RuntimeError if the trainer ends.
 
-        packed: overrides that of the constructor unless it is None.
+        packed: overrides `packed` of the constructor unless it is None.
         """
         most = PACKED_BYTES if (self._packed if packed is None else packed) else 0
         for message in _messages(announced, most):
@@ -50,7 +50,7 @@ class Broadcasts:
 def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
     """Join the gloo process group of a trainer; messages are on the host.
 
-    address, port: of the trainer's store. Raises RuntimeError if the trainer does not answer.
+    address, port: address of the trainer's store. Raises RuntimeError if the trainer does not answer.
     """
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=TIMEOUT)
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
@@ -66,8 +66,8 @@ def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
 def over_nccl(address: str, port: int, rank: int, world_size: int, device: torch.device) -> Receive:
     """Join the NCCL communicator of a trainer, see nccl.py; messages are on the device.
 
-    address, port: of the trainer's store. Raises ControlError for another device than a GPU, and RuntimeError or
-    ValueError if the trainer does not answer as it should.
+    address, port: address of the trainer's store. Raises ControlError for another device than a GPU, and RuntimeError
+    or ValueError if the trainer does not answer as it should.
     """
     if device.type != "cuda":
         raise ControlError(f"NCCL sends between GPUs, but the device is {str(device)!r}; allowed: gloo")

@@ -33,13 +33,13 @@ class SharedStorage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SharedTensor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tensor in shared memory. offset and strides are in elements."""
+    """A tensor in shared memory."""
 
     storage: int  # index in SharedTensors.storages
     dtype: str
     shape: list[int]
-    strides: list[int]
-    offset: int
+    strides: list[int]  # in elements
+    offset: int  # in elements
 
 
 class SharedTensors(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ def unique_id_in(value: bytes) -> bytes:
     if len(value) == ID_BYTES:
         return value
     found = []
-    with suppress(ValueError):  # the end of what is no pickle
+    with suppress(ValueError):  # raised where `value` stops being a pickle
         for _, constant, _ in pickletools.genops(value):
             if isinstance(constant, bytes) and len(constant) == ID_BYTES:
                 found.append(constant)

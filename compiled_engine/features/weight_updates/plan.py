@@ -20,7 +20,7 @@ from compiled_engine.features.weight_updates.extras import NAME
 class WeightUpdates(PlanFeature):
     """Replaces the weights between two steps.
 
-    call_ranks: has all ranks serve a control call, and returns their results.
+    call_ranks: a function that has all ranks serve a control call, and returns their results.
     """
 
     calls = (

@@ -29,8 +29,8 @@ OpenStorage = Callable[[SharedStorage], torch.UntypedStorage]
 def opened(given: dict[str, Any], uuid: str, open_storage: OpenStorage) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of descriptions. Memory that several tensors share is opened once.
 
-    given: SharedTensors as plain data. uuid: of this rank's GPU. Raises ControlError, before anything is opened, if a
-    field is invalid, or if a storage has no description for this GPU.
+    given: SharedTensors as plain data. uuid: UUID of this rank's GPU. Raises ControlError, before anything is opened,
+    if a field is invalid, or if a storage has no description for this GPU.
     """
     try:
         shared = msgspec.convert(given, SharedTensors)

@@ -124,8 +124,9 @@ class StepWeightUpdates(StepFeature):
     def take_shared(self, shared: dict[str, Any]) -> int:
         """Store tensors in memory that the trainer shares by CUDA IPC; return the number stored so far.
 
-        shared: SharedTensors as plain data. They are stored by reference, or copied if it says so. Raises ControlError,
-        and stores none of them, if the description is invalid, its memory cannot be opened, or a name comes twice.
+        shared: SharedTensors as plain data. The tensors are stored by reference, or copied if its `copy` is set. Raises
+        ControlError, and stores none of them, if the description is invalid, its memory cannot be opened, or a name
+        comes twice.
         """
         found = opened(shared, gpu_uuid(self._device), self._open_storage)
         if not shared.get("copy"):
@@ -148,7 +149,7 @@ class StepWeightUpdates(StepFeature):
         return len(self._tensors)
 
     def check(self) -> None:
-        """Check the update. Raises ControlError if it does not fit, see `check_weights`."""
+        """Check the update. Raises ControlError if its tensors do not fit the parameters, see `check_weights`."""
         try:
             found = [check(self._tensors, self._source) for check in (self.weights.check, *self._others)]
         except ValueError as error:

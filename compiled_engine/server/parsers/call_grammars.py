@@ -40,7 +40,7 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """Return the rule `free`, which matches calls and the text around them. The text contains none of the marks.
+    """Return the Lark rule `free`, which matches calls and the text around them. The text contains none of the marks.
 
     A call is the first mark, followed by the rule `rest`.
     """
@@ -53,7 +53,7 @@ def free_text(marks: Sequence[str], literal: Literal) -> str:
 
 
 def without(marks: Sequence[str]) -> str:
-    """Return the part of a terminal that excludes texts that contain one of the marks."""
+    """Return the part of a Lark terminal that excludes texts with any of the marks."""
     found = "|".join(re.escape(mark).replace("\\\n", r"\n").replace("/", r"\/") for mark in marks)
     return f" & ~/(?s:.*)({found})(?s:.*)/"
 
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 
 
 def text_until(mark: str, literal: Literal, name: str) -> str:
-    """Return the rule `name`, which matches any text and the mark that follows it.
+    """Return the Lark rule `name`, which matches any text and the mark that follows it.
 
     Text never contains a special token, so a mark that is one ends the text. Any other mark is the rule's suffix, for
     which the grammar library searches.
@@ -81,7 +81,7 @@ def text_until(mark: str, literal: Literal, name: str) -> str:
 
 @dataclass(frozen=True)
 class MarkedGrammar:
-    """Makes the grammar of calls that are between marks. Implements CallGrammar."""
+    """Makes the Lark rules of calls that are between marks. Implements CallGrammar."""
 
     marks: CallMarks
     before: Callable[[str, Literal], str]  # returns, in Lark, what precedes the arguments of a call of the named tool
@@ -152,7 +152,7 @@ def python_begin(name: str, literal: Literal) -> str:
 
 
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Llama 3. An answer without a call begins neither with a brace nor with llama3_json.TAG."""
+    """Return the rules of Llama 3's calls. An answer without a call begins with neither a brace nor llama3_json.TAG."""
     tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
     if tag == quoted(llama3_json.TAG):
         text += rf" & ~/\s*{re.escape(llama3_json.TAG)}(?s:.*)/"
@@ -164,7 +164,7 @@ def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Mistral.
+    """Return the rules of calls in Mistral's format.
 
     If the template has a token between names and arguments, a call is a name and arguments. Otherwise calls are a list
     of objects.
@@ -184,9 +184,9 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
 
 
 def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of gpt-oss, with one call at the end.
+    """Return the rules of gpt-oss's format, in which an answer has at most one call, at its end.
 
-    `free` uses the rule `thought` of the reasoning grammar.
+    The rule `free` uses the rule `thought` of the reasoning grammar.
     """
     start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
     calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
@@ -215,7 +215,7 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 
 
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
-    """Return the rule `tool`, which matches a JSON object of a tool's name and, under `key`, its arguments.
+    """Return the Lark rule `tool`, which matches a JSON object of a tool's name and, under `key`, its arguments.
 
     The rules that it uses follow it.
     """

@@ -32,7 +32,7 @@ class GemmaArguments:
         return self._read(character)
 
     def _in_start(self, character: str) -> str:
-        """State before a key or value, or the end of an object or list."""
+        """Read a character before a key, a value or the end of a container. Return the JSON that it completes."""
         if character in WHITESPACE:
             return ""
         if self._open and character == CLOSING[self._open[-1]] and not self._owes_value:

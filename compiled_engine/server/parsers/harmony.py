@@ -37,7 +37,7 @@ class HarmonyParser:
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """`names` are the names of the request's tools. If it is None, messages to functions are reasoning."""
+        """`names` are the names of the request's tools; with None, messages to functions are reasoning."""
         self._names = names
         self._held = ""  # possible beginning of a marker
         self._header: str | None = ""  # None within a message
@@ -150,7 +150,7 @@ class HarmonyParser:
         self._wrote = self._wrote or bool(text)
 
     def _end(self, pieces: list[Piece]) -> None:
-        """End a message. If a call has no text, its arguments are {}."""
+        """End the current message. A call without text gets the arguments {}."""
         if self._kind is CallArguments:
             if not self._wrote:
                 pieces.append(CallArguments(self._count, "{}"))

@@ -102,7 +102,7 @@ class MarkedCalls:
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """State after one of several calls: another call or the end follows."""
+        """Read the text after one of several calls, up to the next call or the list's end. Return the rest."""
         for place, character in enumerate(text):
             if character == "]" and self._marks.calls == "list":
                 self._read = self._read_closing
@@ -113,7 +113,7 @@ class MarkedCalls:
         return ""
 
     def _read_closing(self, text: str, pieces: list[Piece]) -> str:
-        """State after a call: whitespace, surplus characters and closing marks are dropped."""
+        """Drop whitespace, surplus characters and closing marks after a call. Return the rest of the text."""
         for place, character in enumerate(text):
             if not self._held and character in WHITESPACE:
                 continue

@@ -50,7 +50,7 @@ class MistralParser:
         return rest
 
     def _read_form(self, text: str, pieces: list[Piece]) -> str:
-        """State after the marker: a list or a name follows."""
+        """Read whitespace after the marker, up to a list of calls or a name. Return the text after it."""
         for place, character in enumerate(text):
             if character == "[":
                 self._call, self._read = CallObject(), self._read_object
@@ -73,7 +73,7 @@ class MistralParser:
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """State after an object of a list: another object or the end follows."""
+        """Read the text after an object of a list, up to the next object or the list's end. Return the rest."""
         for place, character in enumerate(text):
             if character == "{":
                 self._call, self._read = CallObject(), self._read_object
@@ -106,7 +106,7 @@ class MistralParser:
         return ""
 
     def _read_after(self, text: str, pieces: list[Piece]) -> str:
-        """State after the calls: whitespace is dropped."""
+        """Drop whitespace after the calls. Return the rest of the text."""
         rest = text.lstrip(WHITESPACE)
         if rest:
             self._read = self._read_content

@@ -78,7 +78,7 @@ class NamedCall:
         return ""
 
     def _take(self, character: str, index: int, pieces: list[Piece]) -> bool:
-        """Read a character. Return whether it may be part of a call."""
+        """Read a character. Return whether the text so far may still be a call."""
         if self._place == len(self._head):
             return self._in_arguments(character, index, pieces)
         part = self._head[self._place]

@@ -26,7 +26,7 @@ class ReasoningTags:
 
     @property
     def beginning(self) -> str:
-        """The opening tag with its label."""
+        """The opening tag and the label that belongs to it."""
         return self.opening + self.label
 
 
@@ -148,7 +148,7 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
+    """Return the parser for the text after `prompt`, or None if that text is all content, without tags to drop.
 
     See `begins_inside` for `continued`.
     """

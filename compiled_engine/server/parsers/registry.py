@@ -73,7 +73,7 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A model family's format of tool calls."""
+    """A model family's format of tool calls: parser, grammar, and texts by which it is recognised."""
 
     # makes a parser, given the argument schemas by tool name
     parser: Callable[[Mapping[str, Mapping[str, Any]]], TextParser]
@@ -164,7 +164,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """A model family's format of reasoning."""
+    """A model family's format of reasoning: parser, grammar, and texts by which it is recognised."""
 
     # Makes a parser, given the prompt, the message that the answer continues, and the tools whose calls it reads too;
     # returns None if no reasoning can follow.
@@ -237,7 +237,7 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
+    """Return the parser for the text after `prompt`, or None if that text is all content, without tags to drop.
 
     `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
     format includes calls.

@@ -165,7 +165,7 @@ class XmlParser:
         return found is not None
 
     def _after_call(self, pieces: list[Piece]) -> bool:
-        """State after a call: the closing tag or, within the enclosing tag, another call follows."""
+        """Read the closing tag, or the tag of another call, after a call. Return False to wait for more text."""
         tag = self._tag(self._markup.closing, self._markup.call)
         self._raw = tag or ""
         if tag == self._markup.call:
@@ -175,7 +175,7 @@ class XmlParser:
         return tag != ""
 
     def _after_calls(self, pieces: list[Piece]) -> bool:
-        """State after calls: whitespace is dropped."""
+        """Drop whitespace after calls. Return False to wait for more text."""
         self._raw, self._held = "", self._held.lstrip(WHITESPACE)
         if self._held:
             self._read = self._in_content
@@ -203,7 +203,7 @@ class XmlParser:
     def _give_up(self, pieces: list[Piece]) -> bool:
         """End the call if it has begun. Otherwise emit the text that was read for it as content.
 
-        Markup that was read last and does not belong to the call is content too. Returns True: the next state reads on.
+        Markup that was read last and does not belong to the call is content too. Returns True: no more text is needed.
         """
         raw = self._raw.lstrip() if self._begun else self._raw
         if self._begun:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class XmlMarkup:
-    """The tags of a family's calls."""
+    """The XML tags of a model family's tool calls."""
 
     opening: str  # Enclose one call or several; opening and closing are empty if a call's own tags stand alone.
     closing: str

@@ -26,11 +26,11 @@ MOST_KNOWN = 1024  # number of adapters remembered
 
 
 class _Found(NamedTuple):
-    """An adapter that was read. `mark` changes if its files are replaced. `within` is that of the LoRARequest."""
+    """An adapter whose files were read."""
 
     folder: Path
-    mark: object
-    within: tuple[Path, ...]
+    mark: object  # changes if the files are replaced
+    within: tuple[Path, ...]  # of the LoRARequest
     digest: str
 
 
@@ -74,7 +74,7 @@ class AdapterFinder:
 
     @contextmanager
     def _turn(self, named: str) -> Iterator[None]:
-        """Hold the lock of a path within the block. The lock is removed after its last user."""
+        """Hold the lock of the path `named` in a `with` block. The lock is removed after its last user."""
         with self._guard:
             lock, users = self._locks.get(named, (threading.Lock(), 0))
             self._locks[named] = lock, users + 1

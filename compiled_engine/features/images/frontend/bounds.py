@@ -1,4 +1,4 @@
-"""Bounds on images that hold before anything is decoded."""
+"""Bounds on the size of an image, checked before it is decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace the placeholders of images in a prompt by the tokens of their embeddings, and find these again."""
+"""Replace the placeholders of images in a prompt by tokens, and find the positions of their embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expanded(
     """Return a prompt in which each placeholder is replaced by the tokens of its image, in order.
 
     A replacement may begin and end with text, such as line ends, which a tokenizer joins with the text beside it. With
-    `tokenizer`, such text is tokenised again. special_ids: ids of tokens that are no text.
+    `tokenizer`, such text is tokenised again. special_ids: ids of the tokens that are not text.
 
     Raises ValueError unless there are as many placeholders as replacements.
     """
@@ -54,9 +54,9 @@ def _meet_as_text(replacements: Sequence[Sequence[int]], special_ids: frozenset[
 
 
 def _joined(pieces: Sequence[Sequence[int]], special_ids: frozenset[int], tokenizer: TextTokens) -> tuple[int, ...]:
-    """Join pieces of tokens, and tokenise text again that spans several pieces.
+    """Return the token ids of all pieces as one list. Text that spans several pieces is tokenised again.
 
-    The text keeps its tokens if tokenising a piece's part of it alone would not return the tokens of that part.
+    Such text keeps its tokens if tokenising any piece's part of it alone would not return the tokens of that part.
     """
     marked = [(token_id, number) for number, piece in enumerate(pieces) for token_id in piece]
     joined: list[int] = []
@@ -73,15 +73,15 @@ def _joined(pieces: Sequence[Sequence[int]], special_ids: frozenset[int], tokeni
 
 
 def _encoded(before: Sequence[int], text: str, tokenizer: TextTokens) -> list[int]:
-    """Return the tokens of a text that follows a special token, if any."""
+    """Return the tokens of `text`. before: the special token in front of it, or empty."""
     return tokenizer.encode_parts([*before, text])[len(before) :]
 
 
 def runs_of_images(token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[Runs]:
     """Return the positions of each image's embeddings.
 
-    counts: numbers of embeddings of the images. Raises ValueError unless the prompt has `image_token` as often as they
-    add up to.
+    counts: numbers of embeddings of the images. Raises ValueError unless their sum is the number of `image_token` in
+    the prompt.
     """
     places = [place for place, token_id in enumerate(token_ids) if token_id == image_token]
     if len(places) != sum(counts):

@@ -1,4 +1,4 @@
-"""`MediaProcessing` has images, or audio, processed in worker processes, each once, and caches the results."""
+"""`MediaProcessing` processes images, or audio, in worker processes, each image once, and caches the results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Processor(Protocol):
         """The dtype of floating-point results, torch's name."""
 
     def order(self) -> dict[str, Any]:
-        """Return the order of the workers."""
+        """Return the message that starts the worker processes: the folders and limits of their work."""
 
 
 class ProcessorFiles(NamedTuple):
@@ -79,7 +79,7 @@ class ProcessorFiles(NamedTuple):
         return "images"
 
     def order(self) -> dict[str, Any]:
-        """Return the order of the workers."""
+        """Return the message that starts the worker processes, see `main` in worker.py."""
         return {
             "folder": str(self.folder),
             "tokenizer": str(self.tokenizer),
@@ -91,8 +91,8 @@ class ProcessorFiles(NamedTuple):
 class MediaProcessing:
     """Processes images, or another medium, with the checkpoint's processor. Thread-safe.
 
-    num_workers: processes, which start with the first image or with `start`. cache_bytes: see ImageCache. unusable: why
-    the processor cannot be used, once that is known.
+    num_workers: number of processes, which start with the first image or with `start`. cache_bytes: see ImageCache.
+    `unusable` is the error of a processor that cannot be used, once a process has reported it.
     """
 
     def __init__(self, files: Processor, num_workers: int, cache_bytes: int) -> None:
@@ -121,14 +121,17 @@ class MediaProcessing:
         self._threads.submit(self._try)
 
     def _try(self) -> None:
-        with suppress(OSError, RuntimeError):  # which the first image will report; closed
+        with suppress(OSError, RuntimeError):  # errors that the first image will report; closed
             pool, _ = self._begin()
             answer = pool.ask({})
             self._end(pool, has_ended=answer is None)
             self._note(answer)
 
     def _note(self, answer: Mapping[str, Any] | None) -> None:
-        """Note whether a process can use the processor."""
+        """Store and log the error if a worker has answered that the processor cannot be used.
+
+        answer: None if the worker has ended without an answer.
+        """
         if answer is not None and answer.get("unusable") and not self.unusable:
             self.unusable = answer["error"]
             log.warning("prompts may have no %s: %s", self._files.many, self.unusable)
@@ -168,7 +171,7 @@ class MediaProcessing:
         return running.result()
 
     def leave(self, running: Future[ProcessedMedia]) -> None:
-        """Note that a caller of `submit` no longer waits for an image. An image that no caller awaits is not begun."""
+        """Record that a caller of `submit` no longer waits for an image. An image without callers is not begun."""
         with self._lock:
             if running in self._wanted:
                 self._wanted[running] -= 1
@@ -214,7 +217,7 @@ class MediaProcessing:
             running.set_result(image)
 
     def _takes(self, key: str) -> bool:
-        """Return whether the caller may end this image; `close` has ended it otherwise."""
+        """Return whether the caller must set the result of this image. If not, `close` has set it."""
         with self._lock:
             running = self._running.pop(key, None)
             self._wanted.pop(running, None)
@@ -223,7 +226,7 @@ class MediaProcessing:
     def _process(self, key: str, source: MediaSource, settings: dict[str, Any]) -> ProcessedMedia:
         try:
             return self._exchange(key, source, settings)
-        except OSError as error:  # not the image's fault; the path is no caller's business
+        except OSError as error:  # not the image's fault; the error omits the path
             reason = error.strerror or type(error).__name__
             raise RuntimeError(f"{NO_EXCHANGE.format(self._files.many)}: {reason}") from error
 
@@ -279,7 +282,7 @@ class MediaProcessing:
             return self._pool, self._folder
 
     def _end(self, pool: WorkerPool, *, has_ended: bool) -> None:
-        """Note that an image is done. has_ended: a process of the pool has ended.
+        """Record that an image of the pool is done. has_ended: a process of the pool has ended.
 
         Other processes of that pool finish their images. The next image starts a new pool.
         """
@@ -297,7 +300,7 @@ class MediaProcessing:
 
 
 def threads_of_each(num_workers: int) -> int:
-    """Return the number of threads with which each of these processes computes, so that together they use the cores."""
+    """Return the number of threads of each of `num_workers` processes that share the machine's cores."""
     return max(1, min(MOST_THREADS, usable_cores() // num_workers))
 
 

@@ -50,8 +50,8 @@ Begun = tuple[MediaSource, Future[ProcessedMedia]]
 class ImageRequests(RequestFeature):
     """Turns the images of prompts into tokens, and gives the core the tower's inputs.
 
-    processing: None if prompts may have no images, for the reason `why_none`. config, images: of an engine that takes
-    images. tokenizer: None if prompts are token ids. longest_prompt: most tokens of a prompt.
+    processing: None if prompts may have no images, for the reason `why_none`. config, images: None unless the
+    engine takes images. tokenizer: None if prompts are token ids. longest_prompt: most tokens of a prompt.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ImageRequests(RequestFeature):
         return min(num_images * most, self.longest_prompt + most) * bytes_of_each
 
     def hold(self, image: ProcessedMedia) -> bool:
-        """Count an image that a prompt holds; returns False if it would be one too many.
+        """Count an image that a prompt holds. Returns False, uncounted, if the images held would have too many bytes.
 
         An image that several prompts hold counts once.
         """
@@ -263,7 +263,7 @@ class PromptImages(Attachment):
                     f" generate), got at least {num_tokens} for its images"
                 )
             if _is_remote(self._given[number]):
-                self._given[number] = name, source  # which is not fetched again
+                self._given[number] = name, source  # so the image is not fetched again
             if image.key not in self._held and self._requests.hold(image):
                 self._held[image.key] = image
         self._images = images
@@ -359,7 +359,7 @@ class PromptImages(Attachment):
 
 
 def _check_names(name: str, given: Any, num_images: int) -> None:
-    """Raise TypeError or ValueError for names of images in a wrong form.
+    """Raise TypeError or ValueError unless `given` is a dict with a name, or None, for each image.
 
     Names have no effect, as an image's content identifies it.
     """
@@ -372,7 +372,7 @@ def _check_names(name: str, given: Any, num_images: int) -> None:
 
 
 def _require_no_names(name: str, given: Any) -> None:
-    """Raise ValueError for names of images that are not given."""
+    """Raise ValueError if a prompt without images has names of images."""
     if isinstance(given, Mapping) and given.get("image"):
         raise ValueError(f"{name} has names of images, but no images; a name alone does not find an earlier image")
 

@@ -74,12 +74,12 @@ Opener = Callable[[str, int], int]
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe too, which `open` would wait for."""
+    """Open a file without waiting. `open` alone would wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def opener_within(folder: Path) -> Opener:
-    """Return what opens files by their paths relative to a folder, and follows no link on the way."""
+    """Return a function that opens files by their paths relative to a folder, and refuses symbolic links."""
 
     def opened(path: str, flags: int) -> int:
         *parents, name = Path(path).parts

@@ -80,7 +80,7 @@ class UrlPolicy:
         folder = self.folder.resolve()
         if path is None or path == folder or not path.is_relative_to(folder):
             raise ValueError(f"the URL {_shown(url)} is no file within the folder that may be read")
-        # Links of the path are resolved; one that is put there since is not followed.
+        # The path's links are resolved above. A link that was added since is not followed.
         return read_file(path.relative_to(folder), opener_within(folder))
 
 

@@ -39,8 +39,8 @@ def main() -> None:
     "mode", "shape": see MediaSource, "output": path of the file to write, "settings": arguments of the processor}.
     An answer is {"token_ids": those that replace a placeholder, "placeholder": token id of a placeholder,
     "tensors": [[name, dtype, shape, bytes]]}, whose elements follow each other in the output; or {"error": text},
-    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. A
-    message {} asks for the latter alone.
+    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. The
+    message {} only asks whether images can be processed.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -87,7 +87,7 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
 
 
 def bound_memory(more: int) -> None:
-    """Let this process use at most these bytes more than it does, where the system can bound them."""
+    """Limit the memory of this process to what it uses now and `more` bytes, if the system supports limits."""
     with suppress(OSError, ValueError, AttributeError):
         pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
         most = pages * resource.getpagesize() + more
@@ -97,7 +97,7 @@ def bound_memory(more: int) -> None:
 def load_processor(folder: Path, tokenizer: Path) -> ProcessorMixin:
     """Load a checkpoint's processor as AutoProcessor does, but without its parts for video.
 
-    Those need torchvision, which images do not. Raises any error of transformers.
+    The parts for video need torchvision, which images do not. Raises any error of transformers.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -120,7 +120,7 @@ def load_processor(folder: Path, tokenizer: Path) -> ProcessorMixin:
 
 
 def _processor_class(folder: Path) -> Any:
-    """Return the class that the checkpoint's files name, or else the one of its architecture."""
+    """Return the processor's class: named by the checkpoint's files, or else that of the architecture."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
@@ -197,7 +197,7 @@ def decoded_file(data: bytes, max_pixels: int) -> PIL.Image.Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_pixels has the one that holds
+            warnings.simplefilter("ignore")  # of Pillow's own bound on pixels; check_pixels applies ours
             image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
         check_pixels(image.width, image.height, max_pixels)
         image.load()

@@ -280,7 +280,7 @@ class PoolingProcessor:
     def _judged(
         self, firsts: list[str], seconds: list[str], instruction: str | None, most: int | None, is_stopped: Stopped
     ) -> Iterator[Pair]:
-        """Yield the tokens of each pair, in the model's template if it has one, otherwise joined by the tokenizer.
+        """Yield the tokens of each pair of texts: in the model's template, or else joined by the tokenizer.
 
         Without a template, a query of several pairs is tokenised once.
         """

@@ -41,7 +41,7 @@ class RunningPooling:
         raise RuntimeError(f"request {engine_request_id!r} got a token, but it pools")
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's vectors. Vectors recomputed after a preemption replace the earlier ones.
+        """Add a step's vectors. Vectors recomputed after a preemption replace the earlier vectors.
 
         Return the finish reason, if any.
         """

@@ -24,12 +24,12 @@ MOST_COMPRESSION, LEAST_LOGPROB = 2.4, -1.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """The arguments of a transcription. language: None to detect it. context_ids: of a text before the audio's."""
+    """The arguments of a transcription."""
 
-    language: str | None = None
+    language: str | None = None  # a code such as "en"; None: detected
     task: str = TASKS[0]
-    context_ids: tuple[int, ...] = ()
-    temperatures: tuple[float, ...] = TEMPERATURES
+    context_ids: tuple[int, ...] = ()  # tokens of a text that precedes the audio's
+    temperatures: tuple[float, ...] = TEMPERATURES  # tried in turn
     timestamps: bool = False
 
     @classmethod
@@ -63,7 +63,7 @@ class Wanted:
 
 
 class Decoded(NamedTuple):
-    """The result of a window, of which Segment describes the fields. The end of the text is not among its tokens."""
+    """The decoded text of a window. See Segment for the fields. The end-of-text token is left out."""
 
     token_ids: tuple[int, ...]
     temperature: float
@@ -73,18 +73,18 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowDecoder:
-    """Decodes windows of audio. text_of_all: returns the text of tokens, of which special ones have none."""
+    """Decodes windows of audio. text_of_all: converts tokens to text, without special tokens."""
 
     rules: SpeechRules
     wanted: Wanted
     text_of_all: Callable[[Sequence[int]], str]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, timestamps left out."""
+        """Return the text of tokens without timestamps."""
         return self.text_of_all([token for token in token_ids if token < self.rules.first_timestamp])
 
     def language(self, audio: Any) -> Decoding[str]:
-        """Return the code of the language: the one asked for, or that of a window's audio."""
+        """Return the code of the language that was asked for, or else of the language that the window's audio has."""
         languages = self.rules.languages
         if self.wanted.language is not None or not languages:
             return self.wanted.language or "en"
@@ -119,7 +119,7 @@ class WindowDecoder:
         return Decoded(kept, temperature, (completion.cumulative_logprob or 0.0) / len(tokens), ratio)
 
     def _first_tokens(self, language: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt: the context's last ones, start, language, task; whether timestamps follow."""
+        """Return the tokens of a prompt: end of the context, start, language, task, and whether timestamps follow."""
         rules, wanted, ids = self.rules, self.wanted, list[int]()
         if wanted.context_ids and rules.before_context is not None:
             ids += [rules.before_context, *wanted.context_ids[-(rules.most_tokens // 2 - 1) :]]

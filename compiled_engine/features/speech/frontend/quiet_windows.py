@@ -1,4 +1,4 @@
-"""Transcribes audio in windows that end at quiet places. None depends on another, so all can be decoded together."""
+"""Transcribes audio in windows that end at quiet places. Windows are independent, so all can be decoded together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Window(NamedTuple):
 
 
 def windows_of(samples_N: Samples, rate: int, seconds: float) -> list[Window]:
-    """Cut audio into windows of at most these seconds. Each but the last ends at a quiet place."""
+    """Cut audio into windows of at most `seconds`. Each but the last ends at a quiet place."""
     most, place = int(seconds * rate), max(1, int(PLACE_S * rate))
     found, start = [], 0
     while len(samples_N) - start > most:
@@ -43,7 +43,7 @@ def windows_of(samples_N: Samples, rate: int, seconds: float) -> list[Window]:
 
 
 def transcribing(decoder: WindowDecoder, windows: Sequence[Window]) -> Transcribing:
-    """Return the work of transcribing windows, of which each becomes a segment."""
+    """Return the work of transcribing windows. Each window becomes a segment."""
 
     def part(window: Window, language: str) -> Decoding[Sequence[Segment]]:
         decoded = yield from decoder.window((window.samples_N, window.rate), language)

@@ -57,7 +57,7 @@ class ExtractorFiles(NamedTuple):
         return "audio"
 
     def order(self) -> dict[str, Any]:
-        """Return the order of the workers."""
+        """Return the message that starts the worker processes, see `main` in worker.py."""
         return {"folder": self.folder, "dtype": self.dtype}
 
 

@@ -27,13 +27,12 @@ class TimedPart(NamedTuple):
 class Features(NamedTuple):
     """The features of the whole audio.
 
-    num_frames: those of the audio, without silence that the extractor adds. with_silence: all. duration: in seconds.
-    cut: returns the audio of a prompt, given the first frame of a window.
+    `cut` returns the audio of a prompt, given the first frame of a window.
     """
 
-    num_frames: int
-    with_silence: int
-    duration: float
+    num_frames: int  # of the audio, without the silence that the extractor adds
+    with_silence: int  # number of all frames
+    duration: float  # in seconds
     cut: Callable[[int], Any]
 
 
@@ -62,7 +61,7 @@ def transcribing(decoder: WindowDecoder, features: Features, window_frames: int)
 def cut_at_timestamps(token_ids: Sequence[int], first: int, num_frames: int) -> tuple[list[TimedPart], int]:
     """Cut the tokens of a window into parts, and return them with the frames from this window to the next.
 
-    first: the token of the first timestamp. num_frames: of the window.
+    first: the token of the first timestamp. num_frames: number of frames of the window.
     """
     is_time = [token >= first for token in token_ids]
     borders = [number for number in range(1, len(token_ids)) if is_time[number - 1] and is_time[number]]

@@ -36,11 +36,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcription:
-    """The result of a transcription. language: its code, such as "en"; duration: of the audio, in seconds."""
+    """The result of a transcription."""
 
     text: str
-    language: str
-    duration: float
+    language: str  # its code, such as "en"
+    duration: float  # of the audio, in seconds
     segments: tuple[Segment, ...]
 
     @classmethod
@@ -62,15 +62,14 @@ Decoding = Generator[Asked, RequestOutput, Result]
 
 
 class Transcribing(NamedTuple):
-    """The work of a transcription, which nothing has begun.
+    """The work of a transcription that has not begun.
 
-    detecting: returns the language. parts: given it, the decodings of the audio's parts in their order; none of them
-    depends on another. duration: of the audio, in seconds.
+    The parts of the audio are decoded independently of each other, after the language was detected.
     """
 
-    detecting: Decoding[str]
-    parts: Callable[[str], Sequence[Decoding[Sequence[Segment]]]]
-    duration: float
+    detecting: Decoding[str]  # returns the language
+    parts: Callable[[str], Sequence[Decoding[Sequence[Segment]]]]  # given the language: a decoding for each part
+    duration: float  # of the audio, in seconds
 
 
 def run(work: Transcribing, run_all: Callable[[list[Asked]], Sequence[RequestOutput]]) -> Transcription:
@@ -106,7 +105,7 @@ async def run_async(work: Transcribing, run_one: Callable[[Asked], Awaitable[Req
 async def stream(
     work: Transcribing, language: str, run_one: Callable[[Asked], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[Sequence[Segment], None]:
-    """Yield the segments of each part in turn, as soon as it and those before it have ended."""
+    """Yield the segments of each part in turn, as soon as the part and all earlier parts have ended."""
     running = [asyncio.create_task(decoded(part, run_one)) for part in work.parts(language)]
     try:
         for part in running:

@@ -91,7 +91,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, probe_for(grammar, WHITESPACE))
 
     def metrics(self) -> dict[str, int | float]:
-        """Return counts since the start: compilations, those that failed, the seconds that all took, and cache hits."""
+        """Return counts since the start: compilations, failed compilations, seconds of all compilations, cache hits."""
         return {
             "grammar_compiles": self._compiles,
             "grammar_failures": self._failures,

@@ -50,7 +50,7 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """The matcher's error, as the error of the user's request."""
+        """The matcher's error, worded for the user as an error of structured_outputs."""
         return failure_text(self.matcher)
 
 
@@ -60,7 +60,7 @@ def is_complete(constraint: Constraint | None) -> bool:
 
 
 def failure_text(matcher: LLMatcher) -> str:
-    """Return a failed matcher's error, in the form of an error of the user's request."""
+    """Return a failed matcher's error, worded for the user as an error of structured_outputs."""
     return f"structured_outputs: {error_of(matcher)}"
 
 

@@ -147,8 +147,8 @@ class _Open:
 class StringMasks:
     """Derives masks of one request inside strings that are bounded only in length.
 
-    `probe` has the token ids of a character that is only allowed in such strings, and `quote` those of the closing
-    quote.
+    `probe` has the token ids of a character that is only allowed in such strings, and `quote` the token ids of the
+    closing quote.
     """
 
     def __init__(self, tokens: StringTokens, probe: list[int], quote: list[int]) -> None:

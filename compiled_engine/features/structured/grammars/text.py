@@ -18,7 +18,7 @@ LONGEST_COMPILE_S = 10.0
 # Allowed between two parts of JSON: a space, or a line end and an indentation.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
-# Tells Lark from GBNF as llguidance does, but in linear time.
+# Distinguishes Lark from GBNF as llguidance does, but in linear time.
 _IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|[?!]*+start(?:[.\[{][^\n:]*+)?\s*+:(?!:=))", re.MULTILINE)
 # Parts of GBNF: strings, character classes, comments and names. The converter reports unterminated strings.
 _GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*+|[\w-]++', re.DOTALL)
@@ -94,7 +94,7 @@ def _text(given: StructuredOutputs) -> str:
 def _gbnf_part(match: re.Match[str]) -> str:
     """Return a part of GBNF, rewritten for the converter.
 
-    The converter knows only code points of two digits, and renames the rule `root` to `start`.
+    The converter supports only code points of two digits, and renames the rule `root` to `start`.
     """
     part = match[0]
     if part[0] in '"[':
@@ -111,7 +111,7 @@ def _character(match: re.Match[str]) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return the schema without keywords that restrict nothing but that the compiler would refuse."""
+    """Return the schema without the keywords that restrict nothing and that the compiler would refuse."""
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]
     if not isinstance(schema, dict):

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def share_tensors(
     weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], *, copy: bool = False
 ) -> SharedTensors:
-    """Return descriptions of tensors by which `update_weights` of an engine in another process opens them.
+    """Return descriptions of tensors, with which `update_weights` of an engine in another process opens the tensors.
 
-    weights: tensors on a GPU by the checkpoint's names, with any strides; views of one buffer are shared once. They
-    must stay as they are until the update is finished. copy: only until the call of `update_weights` has returned,
-    since the engine copies them. Raises ValueError for a tensor that is not on a GPU.
+    weights: tensors on a GPU by the checkpoint's names, with any strides; views of one buffer are shared once. The
+    tensors must not change until the update is finished, or with `copy` until the call of `update_weights` has
+    returned, since the engine copies them. Raises ValueError for a tensor that is not on a GPU.
     """
     shared = SharedTensors(names=[], tensors=[], storages=[], copy=copy)
     places: dict[int, int] = {}  # by the address of a storage, its index
@@ -36,7 +36,7 @@ def share_tensors(
 
 
 def described_tensor(tensor: torch.Tensor, storage: int) -> SharedTensor:
-    """Return the description of a tensor in the storage with an index."""
+    """Return the description of a tensor. storage: the index of its memory in SharedTensors.storages."""
     return SharedTensor(
         storage=storage,
         dtype=str(tensor.dtype).removeprefix("torch."),

@@ -35,7 +35,7 @@ class Broadcast(NamedTuple):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    packed: bool | None = None  # whether a message has several tensors; None: as it was said when connecting
+    packed: bool | None = None  # whether a message has several tensors; None: as given to `connect`
 
 
 WeightSource: TypeAlias = (
@@ -56,9 +56,9 @@ def update(
 ) -> Calls:
     """Add weights to the update under way; if there is none, start one, add the weights and finish it.
 
-    weights: a folder with safetensors files, or tensors by the checkpoint's names, on any device. in_this_process: the
-    core is in this process, behind no socket. version, recompute: see WeightUpdates.finish_weight_update; not used for
-    an update under way.
+    weights: a folder with safetensors files, tensors on any device by the checkpoint's names, a Broadcast, or
+    SharedTensors. in_this_process: the core is in this process, behind no socket. version, recompute: see
+    WeightUpdates.finish_weight_update; not used for an update under way.
 
     Raises ControlError, TypeError or ValueError; an update that was started here is then dropped.
     """
