@@ -549,8 +549,10 @@ def listed_work(
     write_lists(inputs, work_W, layout, min_keys)
     work = work_W.tolist()
     splits = [divmod(entry, MAX_LISTED_SPLITS) for entry in work[layout.splits :][: work[0]]]
-    tiles = work[layout.tiles :][: 2 * work[1]]
-    return splits, list(zip(tiles[::2], tiles[1::2], strict=True)), not any(work[layout.arrived : layout.splits])
+    length = layout.tile_length
+    tiles = [work[start : start + length] for start in range(layout.tiles, layout.tiles + length * work[1], length)]
+    arrived = work[layout.arrived : layout.splits] + [count for tile in tiles for count in tile[2:]]
+    return splits, [(tile[0], tile[1]) for tile in tiles], not any(arrived)
 
 
 def wrong_lists(device: str = "cpu", batches: int = 12) -> list[int]:
