@@ -26,16 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.hopper_linear_kernel import (
-    BLOCK,
+from compiled_engine.kernels.hopper_gate import BLOCK, gated, rows_of_pairs
+from compiled_engine.kernels.hopper_product_kernel import COPYING_REGISTERS, Tiles, tile_at
+from compiled_engine.kernels.hopper_ring import (
     STEP_BYTES,
+    barriers,
     boxes_of,
-    gated,
     load_box,
+    next_stage,
     shared_layout,
+    stage_to_fill,
     store_box,
 )
-from compiled_engine.kernels.hopper_product_kernel import COPYING_REGISTERS, Tiles, tile_at
 from compiled_engine.kernels.launcher import quick_launches
 
 # Columns per step, tokens per product, and groups of warps that compute.
@@ -139,8 +141,7 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
     while number < tiles.of_tokens * tiles.of_rows:
         token_tile, row_tile = tile_at(number, tiles, FORM)
         for step in range(first_step, FORM.steps):
-            stage = count % number_of_stages
-            mbarrier.wait(stages.empty.index(stage), (count // number_of_stages) & 1 ^ 1)
+            stage = stage_to_fill(stages.empty, count, number_of_stages)
             _load_weight(w_desc, row_tile, step, stage, stages, FORM)
             _load_tokens(x_desc, token_tile, step, stage, stages, FORM)
             count += 1
@@ -179,9 +180,7 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
     output_N = first + row_N
     row_N = output_N
     if FORM.gated:
-        place_N = output_N - first
-        output_N = first + place_N // (2 * BLOCK) * BLOCK + place_N % BLOCK
-        row_N = output_N + place_N // BLOCK % 2 * scales.num_outputs
+        output_N, row_N = rows_of_pairs(output_N - first, first, scales.num_outputs)
     return gl.load(scales.of_weight_ptr + row_N // TILING.rows, mask=output_N < scales.num_outputs, other=0.0)
 
 
@@ -272,10 +271,7 @@ def _compute(  # type: ignore[no-untyped-def]
                 second = x.slice(TOKENS, TOKENS)
                 acc1 = _product(acc1, second, w, scales, token + TOKENS, first, step, FORM, TILING)
             mbarrier.arrive(stages.empty.index(stage), count=1)
-            stage += 1
-            if stage == FORM.stages:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, FORM.stages)
         _write(acc0, y_desc, place, scales, token, first, FORM, TILING, ACTIVATION)
         if FORM.tokens > TOKENS:
             _write(acc1, y_desc, place, scales, token + TOKENS, first, FORM, TILING, ACTIVATION)
@@ -335,11 +331,7 @@ def hopper_codes_kernel(  # type: ignore[no-untyped-def]
         swizzle_byte_width=min(128, outputs * 2), element_bitwidth=16, rank=2
     )
     places = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, TOKENS, outputs], out_shared)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, GROUPS)
     fence_async_shared()
     stages = Stages(weight, tokens, full, empty)
     tiles = Tiles(token_tiles, row_tiles)

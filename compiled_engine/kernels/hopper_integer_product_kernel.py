@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.hopper_gate import BLOCK, rows_of_pairs
 from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row_layout, word_layout
-from compiled_engine.kernels.hopper_linear_kernel import BLOCK, boxes_of, load_box, shared_layout
 from compiled_engine.kernels.hopper_product_kernel import (
     COPYING_REGISTERS,
     Descriptors,
@@ -38,6 +38,14 @@ from compiled_engine.kernels.hopper_product_kernel import (
     form_of,
     tile_at,
     write_all,
+)
+from compiled_engine.kernels.hopper_ring import (
+    barriers,
+    boxes_of,
+    filled_stage,
+    load_box,
+    shared_layout,
+    stage_to_fill,
 )
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -128,13 +136,11 @@ def copy(  # type: ignore[no-untyped-def]
         first = number // in_split * FORM.steps
         for step in range(FORM.steps):
             if count >= ahead:
-                stage = count % WORD_STAGES
-                mbarrier.wait(ring.words_empty.index(stage), (count // WORD_STAGES) & 1 ^ 1)
+                stage = stage_to_fill(ring.words_empty, count, WORD_STAGES)
                 _load_codes(codes, row_tile, first + step, stage, ring, FORM)
             for second in gl.static_range(2):
                 half = 2 * count + second
-                stage = half % stages
-                mbarrier.wait(ring.tokens_empty.index(stage), (half // stages) & 1 ^ 1)
+                stage = stage_to_fill(ring.tokens_empty, half, stages)
                 full = ring.tokens_full.index(stage)
                 mbarrier.expect(full, FORM.part0 * HALF * 2)
                 column = (first + step) * (2 * HALF) + second * HALF
@@ -165,8 +171,7 @@ def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: 
     row_N = (row_tile * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, layout=layout)
     output_N = row_N
     if FORM.gated:
-        output_N = row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
-        row_N = output_N + row_N // BLOCK % 2 * ending.num_outputs
+        output_N, row_N = rows_of_pairs(row_N, 0, ending.num_outputs)
     return row_N, output_N < ending.num_outputs
 
 
@@ -205,15 +210,12 @@ def _compute(  # type: ignore[no-untyped-def]
     count = 0
     for number in range(gl.program_id(0), in_split * SPLITS, gl.num_programs(0)):
         acc = gl.zeros([ROWS, tokens], gl.float32, layout)
-        stage = count % WORD_STAGES
-        mbarrier.wait(ring.words_full.index(stage), (count // WORD_STAGES) & 1)
+        stage = filled_stage(ring.words_full, count, WORD_STAGES)
         low, high = _values_of(ring, stage, dtype, ZERO, of_left, GROUP)
         for step in range(FORM.steps):
-            first = 2 * count % stages
-            mbarrier.wait(ring.tokens_full.index(first), (2 * count // stages) & 1)
+            first = filled_stage(ring.tokens_full, 2 * count, stages)
             acc = warpgroup_mma(low, ring.tokens.index(first).permute((1, 0)), acc, is_async=True)
-            last = (2 * count + 1) % stages
-            mbarrier.wait(ring.tokens_full.index(last), ((2 * count + 1) // stages) & 1)
+            last = filled_stage(ring.tokens_full, 2 * count + 1, stages)
             acc = warpgroup_mma(high, ring.tokens.index(last).permute((1, 0)), acc, is_async=True)
             # The next block is decoded during the products. After the last one the values are not used.
             following = (count + 1) % WORD_STAGES
@@ -299,16 +301,8 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
         out1 = out0
         if chunk < TOKENS and GATED:
             out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
-    words_full = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
-    words_empty = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
-    tokens_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tokens_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(WORD_STAGES):
-        mbarrier.init(words_full.index(stage), count=1)
-        mbarrier.init(words_empty.index(stage), count=GROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(tokens_full.index(stage), count=1)
-        mbarrier.init(tokens_empty.index(stage), count=GROUPS)
+    words_full, words_empty = barriers(WORD_STAGES, GROUPS)
+    tokens_full, tokens_empty = barriers(STAGES, GROUPS)
     fence_async_shared()
     codes = Codes(w_desc, s_desc, z_desc)
     descs = Descriptors(w_desc, x_desc, None, None, y_desc, None, None)

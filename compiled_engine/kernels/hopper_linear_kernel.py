@@ -24,26 +24,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.hopper_gate import BLOCK, gated, rows_of_pairs
 from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row_layout, word_layout
+from compiled_engine.kernels.hopper_ring import (
+    STEP_BYTES,
+    barriers,
+    boxes_of,
+    filled_stage,
+    load_box,
+    shared_layout,
+    stage_to_fill,
+    step_of,
+)
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
-# Rows of a product's left operand; bytes of its columns, also the swizzle of shared memory.
+# Rows of a product's left operand, and the blocks of gate and of up in them.
 ROWS = gl.constexpr(64)
-STEP_BYTES = gl.constexpr(128)
-# Consecutive rows of gate, followed by the same number of rows of up.
-BLOCK = gl.constexpr(8)
 BLOCKS = gl.constexpr(64 // (2 * 8))
-# Triton 3.9 has other names for these.
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Ring(NamedTuple):
@@ -85,30 +88,6 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
     *_, parts, products, splits = numbers
     columns = parts * products * (64 if bits == 16 else 128)  # see step_of
     return Form(bits, (k + columns - 1) // columns // splits, *numbers)
-
-
-@gluon.constexpr_function
-def step_of(bits: int) -> int:
-    """Return the number of columns that a TMA copy or a product takes. bits: of an element of the weight."""
-    return 64 if bits == 16 else 128
-
-
-@gluon.constexpr_function
-def shared_layout(bits: int, rank: int) -> Any:
-    """Return the shared-memory layout of tiles [..., rows, columns].
-
-    bits: of an element. rank: number of dimensions of a tile.
-    """
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
-
-
-@gluon.jit
-def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the shared memory `place` reinterpreted in another shape and layout, with the same dtype."""
-    if RENAMED:
-        return place.reinterpret(place.dtype, SHAPE, LAYOUT)
-    else:
-        return place._reinterpret(place.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -220,8 +199,7 @@ def copy(descs, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     for i in range(ahead):
         _load_tokens(descs, i, i, ring, FORM)
     for i in range(ahead, FORM.steps):
-        stage = i % stages
-        mbarrier.wait(ring.empty.index(stage), (i // stages) & 1 ^ 1)
+        stage = stage_to_fill(ring.empty, i, stages)
         _load_weight(descs, i, stage, ring, FORM)
         _load_tokens(descs, i, stage, ring, FORM)
 
@@ -237,24 +215,6 @@ def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     part_of_token = gl.arange(0, parts * FORM.tokens, layout=gl.SliceLayout(0, acc.type.layout)) // FORM.tokens
     acc = gl.where(part_of_row[:, None] == part_of_token[None, :], acc, 0.0)
     return gl.sum(gl.sum(acc.reshape([parts, ROWS // parts, parts, FORM.tokens]), 2), 0)
-
-
-@gluon.jit
-def gated(gate, up, dtype: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activation(gate) * up in fp32. gate, up: fp32.
-
-    gate, up and the activation's result are rounded to `dtype`, as in textbook models; the product is not.
-    """
-    gate = gate.to(dtype).to(gl.float32)
-    if ACTIVATION == "silu":
-        activated = gate / (1 + gl.exp2(gate * -1.4426950408889634))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z)).
-        inner = gate + 0.044715 * gate * gate * gate
-        activated = gate / (1 + gl.exp2(inner * -2.302208198144325))
-    else:
-        activated = 0.5 * gate * (1 + gl.erf(gate * 0.7071067811865476))
-    return activated.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
 
 
 # Registers per copying thread.
@@ -298,8 +258,8 @@ def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.const
     row_N = gl.arange(0, ROWS, layout=layout) % rows
     group = gl.program_id(0) * FORM.groups + GROUP
     if FORM.gated:
-        output_N = group * (rows // 2) + row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
-        return output_N + row_N // BLOCK % 2 * given.num_outputs, output_N < given.num_outputs
+        output_N, row_N = rows_of_pairs(row_N, group * (rows // 2), given.num_outputs)
+        return row_N, output_N < given.num_outputs
     else:
         return group * rows + row_N, group * rows + row_N < given.num_outputs
 
@@ -350,8 +310,7 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
     acc = gl.zeros([ROWS, width], gl.float32, layout)
     nothing = gl.zeros([ROWS, width], gl.float32, layout)
     for i in range(FORM.steps):
-        stage = i % stages
-        mbarrier.wait(ring.full.index(stage), (i // stages) & 1)
+        stage = filled_stage(ring.full, i, stages)
         w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
         x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
         for j in gl.static_range(products):
@@ -441,8 +400,7 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     acc = gl.zeros([ROWS, width], gl.float32, layout)
     for i in range(FORM.steps):
-        stage = i % stages
-        mbarrier.wait(ring.full.index(stage), (i // stages) & 1)
+        stage = filled_stage(ring.full, i, stages)
         w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
         x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
         for j in gl.static_range(products):
@@ -465,8 +423,7 @@ def _store_partial(given, y_NT, FORM: gl.constexpr, GROUP: gl.constexpr):  # typ
     token_T = gl.arange(0, FORM.tokens, layout=gl.SliceLayout(0, y_NT.type.layout))
     group = gl.program_id(0) * FORM.groups + GROUP
     if FORM.gated:
-        output_N = group * (rows // 2) + row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
-        at_N = output_N + row_N // BLOCK % 2 * given.num_outputs
+        output_N, at_N = rows_of_pairs(row_N, group * (rows // 2), given.num_outputs)
     else:
         output_N = group * rows + row_N
         at_N = output_N
@@ -522,8 +479,7 @@ def _compute(  # type: ignore[no-untyped-def]
         output_N = first + row_N
         bias_at_N = output_N
         if FORM.gated:
-            output_N = first + row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
-            bias_at_N = output_N + row_N // BLOCK % 2 * given.num_outputs
+            output_N, bias_at_N = rows_of_pairs(row_N, first, given.num_outputs)
         bias_N = gl.load(given.bias_ptr + bias_at_N, mask=output_N < given.num_outputs, other=0.0)
         y_NT += bias_N.to(gl.float32)[:, None]
     if FORM.gated:
@@ -621,18 +577,9 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     else:
         zeros = None
     descs = Boxes(w_desc, x_desc, s_desc, z_desc)
-    ring = Ring(
-        weights,
-        tokens,
-        scales,
-        zeros,
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(stage), count=1)
-        mbarrier.init(ring.empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, GROUPS)
     fence_async_shared()
+    ring = Ring(weights, tokens, scales, zeros, full, empty)
     given = Arguments(
         out_ptr, bias_ptr, residual_ptr, num_tokens, num_outputs, scales_ptr, input_scales_ptr, input_stride
     )

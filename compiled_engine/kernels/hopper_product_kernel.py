@@ -25,14 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.hopper_linear_kernel import (
-    BLOCK,
+from compiled_engine.kernels.hopper_gate import BLOCK, gated, rows_of_pairs
+from compiled_engine.kernels.hopper_linear_kernel import scaling_of
+from compiled_engine.kernels.hopper_ring import (
     STEP_BYTES,
+    barriers,
     boxes_of,
-    gated,
     load_box,
-    scaling_of,
+    next_stage,
     shared_layout,
+    stage_to_fill,
     step_of,
     store_box,
 )
@@ -176,8 +178,7 @@ def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-d
     while number < tiles.of_tokens * tiles.of_rows:
         token_tile, row_tile = tile_at(number, tiles, FORM)
         for step in range(first_step, FORM.steps):
-            stage = count % number_of_stages
-            mbarrier.wait(stages.empty.index(stage), (count // number_of_stages) & 1 ^ 1)
+            stage = stage_to_fill(stages.empty, count, number_of_stages)
             _load_weight(descs.weight, row_tile, step, stage, stages, FORM)
             _load_tokens(descs, token_tile, step, stage, stages, FORM)
             count += 1
@@ -304,10 +305,7 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
             if step > 0:
                 mbarrier.arrive(stages.empty.index(before), count=1)
             before = stage
-            stage += 1
-            if stage == FORM.stages:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, FORM.stages)
         if parts == 1:
             acc0 = warpgroup_mma_wait(0, deps=(acc0,))
         elif parts == 2:
@@ -335,8 +333,7 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
     row_N = first + gl.arange(0, 64, layout=layout)
     output_N = row_N
     if FORM.gated:
-        output_N = row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
-        row_N = output_N + row_N // BLOCK % 2 * scales.num_outputs
+        output_N, row_N = rows_of_pairs(row_N, 0, scales.num_outputs)
     offset_N = row_N // SCALING.rows * blocks + (block if SCALING.columns > 0 else 0)
     return gl.load(scales.of_weight_ptr + offset_N, mask=output_N < scales.num_outputs, other=0.0)
 
@@ -397,10 +394,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
             if rows > 64:
                 acc1 = _scaled_product(acc1, w.slice(64, 64), x, scales, first + 64, token, step, K, FORM, SCALING)
             mbarrier.arrive(stages.empty.index(stage), count=1)
-            stage += 1
-            if stage == FORM.stages:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, FORM.stages)
         tma.store_wait(0)
         output = (row_tile * FORM.groups + GROUP) * outputs
         half: gl.constexpr = outputs * 64 // rows
@@ -497,11 +491,7 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
         out1 = gl.allocate_shared_memory(dtype, [GROUPS, PART1, outputs], out_shared)
     if PART2 > 0 and PART2 <= SMALL:
         out2 = gl.allocate_shared_memory(dtype, [GROUPS, PART2, outputs], out_shared)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, GROUPS)
     fence_async_shared()
     descs = Descriptors(w_desc, x0_desc, x1_desc, x2_desc, y0_desc, y1_desc, y2_desc)
     stages = Stages(weight, tokens0, tokens1, tokens2, full, empty)
