@@ -55,3 +55,15 @@ class SpeechConfig:
     num_workers: int  # processes that compute features
     cache_bytes: int  # features kept in each process that takes requests
     rules: SpeechRules | None = None  # None if the checkpoint states none; it then serves prompts alone
+
+
+def require_rules(config: SpeechConfig | None) -> SpeechRules:
+    """Return the rules by which a model transcribes. Raises ValueError for a model that cannot.
+
+    config: None for a model that takes no audio.
+    """
+    if config is None:
+        raise ValueError("audio is given, but the model takes none; allowed: a speech model, such as Whisper")
+    if config.rules is None:
+        raise ValueError(NO_RULES)
+    return config.rules

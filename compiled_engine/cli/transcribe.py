@@ -50,15 +50,26 @@ def transcribe(
       compiled-engine transcribe --model path/to/whisper --language de --task translate --format srt rede.wav
     """
     init_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
-    with bad_input_is_reported((ValueError, OSError, MemoryError)), contextlib.redirect_stdout(sys.stderr):
+    with bad_input_is_reported(), contextlib.redirect_stdout(sys.stderr):
+        from compiled_engine.features.speech.frontend.decoding import Wanted
         from compiled_engine.features.speech.frontend.formats import FORMATS, TIMED
         from compiled_engine.llm import LLM
+        from compiled_engine.other_engines.translate import make_options
+        from compiled_engine.process.progress import RichProgress, SilentProgress
+        from compiled_engine.resolve.engine import resolve
+        from compiled_engine.speech import require_rules
 
         if output_format not in FORMATS:
             raise ValueError(f"--format is {output_format!r}; allowed: {', '.join(FORMATS)}")
         for file in files:
             if not file.is_file():
                 raise ValueError(f"{str(file)!r} is no file")
+        # Another model and wrong arguments are refused here, before weights are loaded.
+        config = resolve(make_options(engine), SilentProgress() if quiet else RichProgress())
+        rules, timestamps = require_rules(config.speech), output_format in TIMED
+        context = (rules.start,) if prompt else ()  # its tokens are known once there is a tokenizer
+        Wanted.checked(rules, config.model.vocab_size, language, task, context, temperature, timestamps)
+    with bad_input_is_reported((ValueError, OSError, MemoryError)), contextlib.redirect_stdout(sys.stderr):
         llm = LLM(**engine, progress=not quiet)
     with llm:
         for file in files:
@@ -69,6 +80,6 @@ def transcribe(
                     task=task,
                     prompt=prompt,
                     temperature=temperature,
-                    timestamps=output_format in TIMED,
+                    timestamps=timestamps,
                 )
             typer.echo(FORMATS[output_format](result, task).rstrip("\n"))

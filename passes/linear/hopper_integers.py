@@ -127,7 +127,7 @@ def hopper_integers(
     128, N]; None: the zero point of all codes is `zero`. T may be at most MOST_TOKENS and the tokens of the tile; see
     also why_not_in_words. tiles: (tile sizes, splits); None for those of integer_tiles.
     """
-    from compiled_engine.kernels import hopper_linear_kernel as ring  # Gluon takes a while to import
+    from compiled_engine.kernels import hopper_linear_kernel as gluon  # Gluon takes a while to import
 
     (num_tokens, k), num_rows = x_TK.shape, words.shape[0]
     if tiles is None:
@@ -142,7 +142,7 @@ def hopper_integers(
     written = out_TM
     if splits > 1:
         written = torch.empty((splits, num_tokens, num_rows), dtype=torch.float32, device=x_TK.device)
-    rows, block, boxes = ring.ROWS.value, ring.BLOCK.value, tile.parts * tile.products
+    rows, block, boxes = gluon.ROWS.value, gluon.BLOCK.value, tile.parts * tile.products
     of_words, of_tokens, of_scales, of_zeros = _boxes(tile, gated)
     # A box of each operand begins 128 columns after the one before it.
     of_row = k // 8
@@ -153,7 +153,7 @@ def hopper_integers(
         shape, strides = [boxes, num_rows, of_row], [16, of_row, 1]
         grid, steps = [k // COLUMNS, num_rows], [num_rows, 1]
     by_token = [64, COLUMNS, x_TK.stride(0), 1]
-    ring.hopper_linear_kernel[(cdiv(num_rows, tile.groups * (rows // tile.parts)), splits)](
+    gluon.hopper_linear_kernel[(cdiv(num_rows, tile.groups * (rows // tile.parts)), splits)](
         of_words.of(words, shape, strides),
         of_tokens.of(x_TK, [2, boxes, num_tokens, k], by_token),
         written,
@@ -187,10 +187,10 @@ def hopper_integers(
 def _boxes(tiles: HopperTiles, gated: bool) -> tuple[Box, Box, Box, Box]:
     """Return (TMA box of the words, of the tokens, of the scales, of the zero points)."""
     from compiled_engine.kernels import hopper_integers as kernels
-    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels import hopper_linear_kernel as gluon
 
     parts, boxes, words = tiles.parts, tiles.parts * tiles.products, kernels.WORDS.value
-    shape = (ring.BLOCKS.value // parts, 2, ring.BLOCK.value) if gated else (ring.ROWS.value // parts,)
+    shape = (gluon.BLOCKS.value // parts, 2, gluon.BLOCK.value) if gated else (gluon.ROWS.value // parts,)
     rank = len(shape) + 1
     return (
         Box((boxes, *shape, words), kernels.word_layout(rank + 1)),

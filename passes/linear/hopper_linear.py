@@ -44,7 +44,7 @@ def layout_of_boxes(bits: int, rank: int) -> Any:
 
     See shared_layout. The result is cached, since creating a layout takes the host as long as a launch.
     """
-    from compiled_engine.kernels.hopper_linear_kernel import shared_layout
+    from compiled_engine.kernels.hopper_ring import shared_layout
 
     return shared_layout(bits, rank)
 
@@ -61,7 +61,7 @@ def box_of_results(tokens: int, outputs: int) -> Box:
 @cache
 def columns_of_boxes(bits: int) -> int:
     """Return the number of columns of a TMA box of the weight or the tokens. bits: of an element."""
-    from compiled_engine.kernels.hopper_linear_kernel import step_of
+    from compiled_engine.kernels.hopper_ring import step_of
 
     return int(step_of(bits))
 
@@ -225,7 +225,7 @@ def hopper_linear(
     """
     if gated and tiles.parts > 2:
         raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")
-    from compiled_engine.kernels import hopper_linear_kernel as ring  # Gluon takes a while to import
+    from compiled_engine.kernels import hopper_linear_kernel as gluon  # Gluon takes a while to import
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)
@@ -233,7 +233,7 @@ def hopper_linear(
     outputs = num_rows // 2 if gated else num_rows
     out_TM = torch.empty((num_tokens, outputs), dtype=dtype or x_TK.dtype, device=x_TK.device)
     bits = 8 * x_TK.element_size()
-    rows, step, block = ring.ROWS.value, columns_of_boxes(bits), ring.BLOCK.value
+    rows, step, block = gluon.ROWS.value, columns_of_boxes(bits), gluon.BLOCK.value
     parts, boxes = tiles.parts, tiles.parts * tiles.products
     of_weight, of_tokens = _boxes(tiles, bits, gated)
     if gated:
@@ -242,7 +242,7 @@ def hopper_linear(
         shape, strides = [boxes, num_rows, k], [step, k, 1]
     weight = of_weight.of(weight_NK, shape, strides)
     x = of_tokens.of(x_TK, [boxes, num_tokens, k], [step, x_TK.stride(0), 1])
-    ring.hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
+    gluon.hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
         weight,
         x,
         out_TM,
@@ -270,11 +270,11 @@ def hopper_linear(
 @cache
 def _boxes(tiles: HopperTiles, bits: int, gated: bool) -> tuple[Box, Box]:
     """Return (TMA box of the weight, TMA box of the tokens)."""
-    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels import hopper_linear_kernel as gluon
 
     parts, boxes, step = tiles.parts, tiles.parts * tiles.products, columns_of_boxes(bits)
     if gated:
-        weight = Box((boxes, ring.BLOCKS.value // parts, 2, ring.BLOCK.value, step), layout_of_boxes(bits, 5))
+        weight = Box((boxes, gluon.BLOCKS.value // parts, 2, gluon.BLOCK.value, step), layout_of_boxes(bits, 5))
     else:
-        weight = Box((boxes, ring.ROWS.value // parts, step), layout_of_boxes(bits, 3))
+        weight = Box((boxes, gluon.ROWS.value // parts, step), layout_of_boxes(bits, 3))
     return weight, Box((boxes, tiles.tokens, step), layout_of_boxes(bits, 3))

@@ -77,8 +77,10 @@ def reorder(graph: fx.Graph, node: fx.Node) -> None:
 def _made(graph: fx.Graph, operand: fx.Node, step: str, dtype: str) -> fx.Node:
     """Add an input to the graph that the loader makes from `operand` by the step `step`, and return it."""
     value = operand.meta["val"]
+    # On "meta": even with fake tensors, indexing a GPU's tensor needs a build of PyTorch for that GPU.
+    like = STEPS[step](torch.empty(value.shape, dtype=value.dtype, device="meta"), dtype)
     with fake_mode_of(value):
-        result = STEPS[step](torch.empty(value.shape, dtype=value.dtype, device=value.device), dtype)
+        result = torch.empty(like.shape, dtype=like.dtype, device=value.device)
     parameter = replace(made(parameter_of(operand), step, dtype, result), role=WEIGHT, scheme="")
     with graph.inserting_after(operand):
         node = graph.placeholder(f"{step}_{operand.name}")

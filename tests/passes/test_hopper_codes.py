@@ -12,7 +12,7 @@ from quantised_linear_cases import BY_BLOCKS, BY_ROWS, Case, arguments_of
 from small_batch_linear_cases import nan_in_new_tensors
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from compiled_engine.kernels import hopper_linear_kernel as ring
+from compiled_engine.kernels import hopper_ring as ring
 from compiled_engine.kernels.hopper_codes_kernel import hopper_codes_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, computing_registers
 from compiled_engine.passes.linear import round_inputs

@@ -14,7 +14,7 @@ from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.kernels import hopper_integer_product_kernel as kernels
 from compiled_engine.kernels import hopper_integers as steps
-from compiled_engine.kernels import hopper_linear_kernel as ring
+from compiled_engine.kernels import hopper_ring as ring
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, computing_registers
 from compiled_engine.passes.linear.hopper_integer_product import (
     IntegerTiles,

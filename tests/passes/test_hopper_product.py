@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from tuned_linears import PLAIN
 
 from compiled_engine.engine.warm_up import start_up_batches
-from compiled_engine.kernels import hopper_linear_kernel as ring
+from compiled_engine.kernels import hopper_ring as ring
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pass_cases import BIASED, CPU, LLAMA, RANGES, SMALL, Family
 from test_quantise import online, stored
 from test_tensor_parallel_pass import config_of, traced, whole_of
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_engine.config import ParallelConfig
 from compiled_engine.graphs.compiler.build import apply_passes
@@ -18,9 +20,9 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, paramete
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.matching import named
-from compiled_engine.passes.framework.parameter import CODES, SCALES, ZEROS
+from compiled_engine.passes.framework.parameter import CODES, SCALES, ZEROS, Parameter
 from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
-from compiled_engine.passes.quantised.reorder_codes import ReorderCodes
+from compiled_engine.passes.quantised.reorder_codes import ReorderCodes, reorder
 from compiled_engine.quantisation import Quantisation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +91,32 @@ def test_other_groups_keep_their_order_and_are_named() -> None:
     assert len(report.notes) == NUM_LAYERS * LINEARS
     assert all("its scales are not of 128 columns of a row (int4 1x64)" in note for note in report.notes)
     assert all(node.args[1].meta["val"].dtype == torch.uint8 for node in calls(graph, quantised_linear))
+
+
+def test_operands_are_described_where_no_gpu_is() -> None:
+    """A graph for a GPU is rewritten by a build of PyTorch that has none, as it is for described cards."""
+    graph = fx.Graph()
+    placeholders = []
+    with FakeTensorMode():
+        of_device = partial(torch.empty, device="cuda")
+        x = of_device((3, 256), dtype=torch.bfloat16)
+        y = of_device((3, 32), dtype=torch.bfloat16)
+        for role, value in (
+            (CODES, of_device((32, 128), dtype=torch.uint8)),
+            (SCALES, of_device((32, 2), dtype=torch.float32)),
+            (ZEROS, of_device((32, 2), dtype=torch.uint8)),
+        ):
+            placeholders.append(graph.placeholder(role))
+            placeholders[-1].meta |= {"val": value, "source": Parameter.of(f"weight.{role}", value, role)}
+    inputs = graph.placeholder("x")
+    inputs.meta["val"] = x
+    node = graph.call_function(quantised_linear, (inputs, *placeholders, None, None, "uint4 1x128"))
+    node.meta["val"] = y
+    reorder(graph, node)
+    values = [named(node)[name].meta["val"] for name in ("codes_NK", "scales_RC", "zeros_RC")]
+    assert [tuple(each.shape) for each in values] == [(32, 32), (2, 32), (2, 32)]
+    assert [each.dtype for each in values] == [torch.int32, torch.float32, torch.int16]
+    assert {each.device.type for each in values} == {"cuda"}
 
 
 def test_a_cpu_keeps_the_order() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from checkpoints import CONFIGS, TINY
 from speech_models import RATE, random_clip, transcribing_oracle
 from typer.testing import CliRunner
 
@@ -71,6 +72,24 @@ def test_the_command_prints_files(tmp_path: Path) -> None:
     assert (found["language"], found["task"]) == ("en", "translate")
     assert found["segments"][0]["temperature"] == 0
     assert found["duration"] == 1.0
-    wrong = CliRunner().invoke(app, ["transcribe", *options, "--format", "lrc", str(file)])
-    assert wrong.exit_code != 0
-    assert "--format is 'lrc'; allowed: text, json, verbose_json, srt, vtt" in wrong.output
+
+
+def test_the_command_refuses_before_weights_are_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "clip.wav"
+    soundfile.write(file, random_clip(0), RATE)
+    speech, text = tmp_path / "speech", tmp_path / "text"
+    transcribing_oracle(speech)
+    CONFIGS["qwen3"](architectures=["Qwen3ForCausalLM"], **TINY).save_pretrained(text)
+    for folder in (speech, text):
+        (folder / "model.safetensors").write_bytes(b"cannot be loaded")
+
+    def refused(folder: Path, *options: str) -> str:
+        given = ["--model", str(folder), "--device", "cpu", "--mode", "eager", "--quiet", *options]
+        run = CliRunner().invoke(app, ["transcribe", *given, str(file)])
+        assert run.exit_code == 2
+        return run.output.strip()
+
+    assert refused(speech, "--format", "lrc").endswith("--format is 'lrc'; allowed: text, json, verbose_json, srt, vtt")
+    assert refused(speech, "--task", "sing").endswith("task is 'sing'; allowed: transcribe, translate")
+    assert "language is 'xx'; allowed: " in refused(speech, "--language", "xx")
+    assert refused(text).endswith("but the model takes none; allowed: a speech model, such as Whisper")

@@ -24,7 +24,7 @@ from compiled_engine.features.speech.frontend.worker import RATE, SAMPLES, SECON
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
 from compiled_engine.process.smallest_first import Stopped, never
-from compiled_engine.speech import NO_RULES
+from compiled_engine.speech import require_rules
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig, ModelConfig
@@ -75,7 +75,7 @@ class SpeechRequests(RequestFeature):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.processing, self._tokenizer = processing, tokenizer
-        self._rules = None if config is None else config.rules
+        self._config = config
         self._speech, self._vocab_size = (None, 0) if model is None else (model.speech, model.vocab_size)
 
     @classmethod
@@ -104,12 +104,10 @@ class SpeechRequests(RequestFeature):
         Waits for a file to be decoded, and with timestamps for the features of the whole audio. Raises TypeError,
         ValueError or OSError with the argument, its value and what is allowed.
         """
-        if self._speech is None:
-            raise ValueError("audio is given, but the model takes none; allowed: a speech model, such as Whisper")
+        rules = require_rules(self._config)
+        assert self._speech is not None  # as there is a configuration
         if (tokenizer := self._tokenizer) is None:
             raise ValueError("transcription needs a tokenizer, and the checkpoint has none")
-        if (rules := self._rules) is None:
-            raise ValueError(NO_RULES)
         context = tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False) if prompt else ()
         wanted = Wanted.checked(rules, self._vocab_size, language, task, context, temperature, timestamps)
         special = tokenizer.special_ids
