@@ -31,9 +31,9 @@ from compiled_engine.kernels.hopper_product_kernel import COPYING_REGISTERS, Til
 from compiled_engine.kernels.hopper_ring import (
     STEP_BYTES,
     barriers,
-    boxes_of,
     load_box,
     next_stage,
+    reinterpreted,
     shared_layout,
     stage_to_fill,
     store_box,
@@ -105,7 +105,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
     mbarrier.expect(full, (FORM.rows + GROUPS * FORM.tokens) * STEP_BYTES)
     place = stages.weight.index(stage)
     if FORM.gated:
-        place = boxes_of(place, [blocks, 2, BLOCK, STEP], gated_shared)
+        place = reinterpreted(place, [blocks, 2, BLOCK, STEP], gated_shared)
         load_box(desc, [row_tile * blocks, 0, 0, step * STEP], full, place)
     else:
         load_box(desc, [row_tile * FORM.rows, step * STEP], full, place)

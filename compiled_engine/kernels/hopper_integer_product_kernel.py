@@ -41,9 +41,9 @@ from compiled_engine.kernels.hopper_product_kernel import (
 )
 from compiled_engine.kernels.hopper_ring import (
     barriers,
-    boxes_of,
     filled_stage,
     load_box,
+    reinterpreted,
     shared_layout,
     stage_to_fill,
 )
@@ -97,19 +97,19 @@ def _load_codes(codes, row_tile, block, stage, ring, FORM: gl.constexpr):  # typ
         group = row_tile * GROUPS + i
         at = stage * GROUPS + i
         if FORM.gated:
-            place = boxes_of(ring.words.index(at), [blocks, 2, BLOCK, WORDS], word_layout(4))
+            place = reinterpreted(ring.words.index(at), [blocks, 2, BLOCK, WORDS], word_layout(4))
             load_box(codes.words, [group * blocks, 0, 0, block * WORDS], full, place)
-            place = boxes_of(ring.scales.index(at), [1, blocks, 2, BLOCK], row_layout(32, 4))
+            place = reinterpreted(ring.scales.index(at), [1, blocks, 2, BLOCK], row_layout(32, 4))
             load_box(codes.scales, [block, group * blocks, 0, 0], full, place)
             if codes.zeros is not None:
-                place = boxes_of(ring.zeros.index(at), [1, blocks, 2, BLOCK], row_layout(16, 4))
+                place = reinterpreted(ring.zeros.index(at), [1, blocks, 2, BLOCK], row_layout(16, 4))
                 load_box(codes.zeros, [block, group * blocks, 0, 0], full, place)
         else:
             load_box(codes.words, [group * ROWS, block * WORDS], full, ring.words.index(at))
-            place = boxes_of(ring.scales.index(at), [1, ROWS], row_layout(32, 2))
+            place = reinterpreted(ring.scales.index(at), [1, ROWS], row_layout(32, 2))
             load_box(codes.scales, [block, group * ROWS], full, place)
             if codes.zeros is not None:
-                place = boxes_of(ring.zeros.index(at), [1, ROWS], row_layout(16, 2))
+                place = reinterpreted(ring.zeros.index(at), [1, ROWS], row_layout(16, 2))
                 load_box(codes.zeros, [block, group * ROWS], full, place)
 
 

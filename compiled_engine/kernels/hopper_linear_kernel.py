@@ -34,9 +34,9 @@ from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row
 from compiled_engine.kernels.hopper_ring import (
     STEP_BYTES,
     barriers,
-    boxes_of,
     filled_stage,
     load_box,
+    reinterpreted,
     shared_layout,
     stage_to_fill,
     step_of,
@@ -111,20 +111,20 @@ def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[n
         group = gl.program_id(0) * groups + i
         at = stage * groups + i
         if FORM.gated:
-            place = boxes_of(ring.weights.index(at), [boxes, blocks, 2, BLOCK, WORDS], word_layout(5))
+            place = reinterpreted(ring.weights.index(at), [boxes, blocks, 2, BLOCK, WORDS], word_layout(5))
             load_box(descs.weights, [0, group * blocks, 0, 0, block * WORDS], full, place)
-            place = boxes_of(ring.scales.index(at), [boxes, blocks, 2, BLOCK], row_layout(32, 4))
+            place = reinterpreted(ring.scales.index(at), [boxes, blocks, 2, BLOCK], row_layout(32, 4))
             load_box(descs.scales, [block, group * blocks, 0, 0], full, place)
             if descs.zeros is not None:
-                place = boxes_of(ring.zeros.index(at), [boxes, blocks, 2, BLOCK], row_layout(16, 4))
+                place = reinterpreted(ring.zeros.index(at), [boxes, blocks, 2, BLOCK], row_layout(16, 4))
                 load_box(descs.zeros, [block, group * blocks, 0, 0], full, place)
         else:
-            place = boxes_of(ring.weights.index(at), [boxes, rows, WORDS], word_layout(3))
+            place = reinterpreted(ring.weights.index(at), [boxes, rows, WORDS], word_layout(3))
             load_box(descs.weights, [0, group * rows, block * WORDS], full, place)
-            place = boxes_of(ring.scales.index(at), [boxes, rows], row_layout(32, 2))
+            place = reinterpreted(ring.scales.index(at), [boxes, rows], row_layout(32, 2))
             load_box(descs.scales, [block, group * rows], full, place)
             if descs.zeros is not None:
-                place = boxes_of(ring.zeros.index(at), [boxes, rows], row_layout(16, 2))
+                place = reinterpreted(ring.zeros.index(at), [boxes, rows], row_layout(16, 2))
                 load_box(descs.zeros, [block, group * rows], full, place)
 
 
@@ -159,10 +159,10 @@ def _load_rows(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no
         group = gl.program_id(0) * groups + i
         place = ring.weights.index(stage * groups + i)
         if FORM.gated:
-            place = boxes_of(place, [boxes, blocks, 2, BLOCK, columns], blocks_shared)
+            place = reinterpreted(place, [boxes, blocks, 2, BLOCK, columns], blocks_shared)
             load_box(descs.weights, [0, group * blocks, 0, 0, column], full, place)
         else:
-            place = boxes_of(place, [boxes, rows, columns], parts_shared)
+            place = reinterpreted(place, [boxes, rows, columns], parts_shared)
             load_box(descs.weights, [0, group * rows, column], full, place)
 
 
@@ -177,10 +177,10 @@ def _load_tokens(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[
     full = ring.full.index(stage)
     if FORM.bits == 4:
         column = (gl.program_id(1) * FORM.steps + step) * (boxes * columns)
-        place = boxes_of(ring.tokens.index(stage), [2, boxes, tokens, 64], shared_layout(16, 4))
+        place = reinterpreted(ring.tokens.index(stage), [2, boxes, tokens, 64], shared_layout(16, 4))
         load_box(descs.tokens, [0, 0, 0, column], full, place)
     else:
-        place = boxes_of(ring.tokens.index(stage), [boxes, tokens, columns], shared_layout(FORM.bits, 3))
+        place = reinterpreted(ring.tokens.index(stage), [boxes, tokens, columns], shared_layout(FORM.bits, 3))
         load_box(descs.tokens, [0, 0, step * (boxes * columns)], full, place)
 
 
@@ -311,8 +311,8 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
     nothing = gl.zeros([ROWS, width], gl.float32, layout)
     for i in range(FORM.steps):
         stage = filled_stage(ring.full, i, stages)
-        w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
-        x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
+        w = reinterpreted(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
+        x = reinterpreted(ring.tokens.index(stage), [products, width, columns], shared)
         for j in gl.static_range(products):
             product = warpgroup_mma(w.index(j), x.index(j).permute((1, 0)), nothing, use_acc=False, is_async=True)
             if by_step:
@@ -340,9 +340,9 @@ def _values_of(  # type: ignore[no-untyped-def]
     of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     at = stage * FORM.groups + GROUP
-    w = boxes_of(ring.weights.index(at), [products, ROWS, WORDS], word_layout(2))
+    w = reinterpreted(ring.weights.index(at), [products, ROWS, WORDS], word_layout(2))
     if ring.zeros is not None:
-        zeros = boxes_of(ring.zeros.index(at), [products, ROWS], by_row)
+        zeros = reinterpreted(ring.zeros.index(at), [products, ROWS], by_row)
         zero_N = zeros.index(j).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
     else:
         zero_N = gl.full([ROWS], ZERO * 0x10001 + base_of(dtype), gl.int32, gl.SliceLayout(1, of_left))
@@ -366,8 +366,8 @@ def _products_of_integers(  # type: ignore[no-untyped-def]
     low, high = _values_of(ring, 0, 0, dtype, ZERO, FORM, GROUP)
     for i in range(FORM.steps):
         stage = i % stages
-        x = boxes_of(ring.tokens.index(stage), [2 * products, width, 64], shared_layout(16, 2))
-        scales = boxes_of(ring.scales.index(stage * FORM.groups + GROUP), [products, ROWS], by_row)
+        x = reinterpreted(ring.tokens.index(stage), [2 * products, width, 64], shared_layout(16, 2))
+        scales = reinterpreted(ring.scales.index(stage * FORM.groups + GROUP), [products, ROWS], by_row)
         for j in gl.static_range(products):
             product = warpgroup_mma(low, x.index(j).permute((1, 0)), nothing, use_acc=False, is_async=True)
             product = warpgroup_mma(high, x.index(products + j).permute((1, 0)), product, is_async=True)
@@ -401,8 +401,8 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
     acc = gl.zeros([ROWS, width], gl.float32, layout)
     for i in range(FORM.steps):
         stage = filled_stage(ring.full, i, stages)
-        w = boxes_of(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
-        x = boxes_of(ring.tokens.index(stage), [products, width, columns], shared)
+        w = reinterpreted(ring.weights.index(stage * FORM.groups + GROUP), [products, ROWS, columns], shared)
+        x = reinterpreted(ring.tokens.index(stage), [products, width, columns], shared)
         for j in gl.static_range(products):
             acc = warpgroup_mma(w.index(j), x.index(j).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(products, deps=(acc,))

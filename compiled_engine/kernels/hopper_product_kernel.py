@@ -30,9 +30,9 @@ from compiled_engine.kernels.hopper_linear_kernel import scaling_of
 from compiled_engine.kernels.hopper_ring import (
     STEP_BYTES,
     barriers,
-    boxes_of,
     load_box,
     next_stage,
+    reinterpreted,
     shared_layout,
     stage_to_fill,
     step_of,
@@ -138,7 +138,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
         group = row_tile * groups + i
         place = stages.weight.index(stage * groups + i)
         if FORM.gated:
-            place = boxes_of(place, [blocks, 2, BLOCK, columns], gated_shared)
+            place = reinterpreted(place, [blocks, 2, BLOCK, columns], gated_shared)
             load_box(desc, [group * blocks, 0, 0, step * columns], full, place)
         else:
             load_box(desc, [group * rows, step * columns], full, place)

@@ -38,7 +38,7 @@ def shared_layout(bits: int, rank: int) -> Any:
 
 
 @gluon.jit
-def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+def reinterpreted(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return the shared memory `place` reinterpreted in another shape and layout, with the same dtype."""
     if RENAMED:
         return place.reinterpret(place.dtype, SHAPE, LAYOUT)
