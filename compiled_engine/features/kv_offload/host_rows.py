@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from compiled_engine.features.kv_offload.host_memory import HostMemory
 from compiled_engine.features.kv_offload.layer_rows import LayerRows
+from compiled_engine.process.pinned_memory import PinnedMemory
 from compiled_engine.rows.staged_writes import upload
 
 # Bytes of a buffer on the device in which rows are gathered; a row that is larger has more.
@@ -28,14 +28,14 @@ class HostRows:
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
         self._tensors, self._num_slots, self._device = tensors, num_slots, device
-        self._host: HostMemory | None = None
+        self._host: PinnedMemory | None = None
         self.stored = self.loaded = 0
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:
         """The bytes of host memory."""
-        return 0 if self._host is None else self._host.nbytes
+        return 0 if self._host is None else self._host.bytes.nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -55,7 +55,7 @@ class HostRows:
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
 
     def allocate_slots(self) -> None:
-        self._host = HostMemory(self._num_slots, self._staging.shape[1], pinned=self._device.type == "cuda")
+        self._host = PinnedMemory(self._num_slots * self.row_bytes, pinned=self._device.type == "cuda")
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot."""
@@ -98,7 +98,7 @@ class HostRows:
     @property
     def _slots(self) -> torch.Tensor:
         assert self._host is not None
-        return self._host.rows
+        return self._host.bytes.view(self._num_slots, self.row_bytes)
 
     def _divided(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Yield ascending slots and their rows, in parts that fit the staging buffer."""

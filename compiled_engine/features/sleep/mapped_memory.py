@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from compiled_engine.process.pinned_memory import PinnedMemory
+
 ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns tensors
 # Python package of the driver's functions. PyTorch's CUDA builds for Linux require it.
 PACKAGE, MODULE = "cuda-bindings", "cuda.bindings.driver"
-# Bytes of a block of pinned memory: a power of two, to which PyTorch rounds pinned memory up.
-HOST_BLOCK_BYTES = 1 << 28
 
 
 class MappingError(RuntimeError):
@@ -215,25 +215,26 @@ class HostCopy:
     """A copy of memory in pinned host memory, which is allocated at the first `save` and kept."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
+        self._memory: PinnedMemory | None = None
 
     def save(self, contents: torch.Tensor) -> None:
         """Copy uint8 [n]. The copy is complete on return. Raises RuntimeError if the host lacks memory."""
-        parts = contents.split(HOST_BLOCK_BYTES) if contents.numel() else ()
-        if [block.numel() for block in self._blocks] != [part.numel() for part in parts]:
-            self._blocks = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
-        self._copy(parts, saves=True)
+        if self._memory is None or self._memory.bytes.numel() != contents.numel():
+            self.close()
+            self._memory = PinnedMemory(contents.numel(), pinned=contents.is_cuda)
+        self._memory.bytes.copy_(contents)
 
     def restore(self, contents: torch.Tensor) -> None:
         """Copy back what `save` has copied, into memory of the same size. Complete on return."""
-        self._copy(contents.split(HOST_BLOCK_BYTES) if contents.numel() else (), saves=False)
+        assert self._memory is not None
+        contents.copy_(self._memory.bytes)
+        if contents.is_cuda:
+            torch.cuda.synchronize(contents.device)
 
-    def _copy(self, parts: Sequence[torch.Tensor], *, saves: bool) -> None:
-        for block, part in zip(self._blocks, parts, strict=True):
-            target, source = (block, part) if saves else (part, block)
-            target.copy_(source, non_blocking=True)
-        if parts and parts[0].is_cuda:
-            torch.cuda.synchronize(parts[0].device)
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
 
 
 class _Span:

@@ -129,6 +129,7 @@ class MappedSleep(StepFeature):
                 self._is_saved = False
 
     def close(self) -> None:
+        self._copy.close()
         del self._memory, self._lose_weights, self._copy
 
 
