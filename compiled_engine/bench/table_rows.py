@@ -235,7 +235,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a workload, measured on a model with some limits."""
+    """A row of the main table: a workload, measured on a model with these limits of requests and tokens."""
 
     id: str
     subject: Subject

@@ -51,9 +51,10 @@ class Shard:
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1 - self.outputs_last
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
-        """Return where a rank's part of each section lies along `dim`, in the whole parameter and in the rank's slice.
+        """Return where a rank's part of each section lies, in the whole parameter and in the rank's slice.
 
-        `dim` must not be None.
+        Sections are the parts of a packed parameter, such as q, k and v. Places count along the dimension `dim`, which
+        must not be None.
         """
         found, start, local = [], 0, 0
         for length, parts in self.sections:

@@ -248,7 +248,11 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `recurrence.op.convolve` with the kernels. Writes out_TD and updates state_SDN, both contiguous."""
+    """Compute the short convolution `recurrence.op.convolve` of each channel, W taps long, with Triton kernels.
+
+    Writes out_TD and updates state_SDN, both contiguous. state_SDN: the last N inputs of each channel, for each of S
+    rows. Other arguments are those of the op.
+    """
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]

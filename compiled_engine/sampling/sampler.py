@@ -215,7 +215,10 @@ class Sampler:
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return each row's number of log-probabilities, for batch_logprobs; None if no row has any. -1 is padding."""
+        """Return how many log-probabilities each row asks for, for batch_logprobs; None if no row asks for any.
+
+        rows: the rows of the batch in the request states; -1 for padding.
+        """
         wanted = self._num_logprobs_N[rows]
         return None if (wanted == NO_LOGPROBS).all() else wanted
 
@@ -326,9 +329,11 @@ class Sampler:
         masks: StepMasks | None,
         processed_RV: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Apply all edits to logits_RV in place, choose tokens, and return their ids, int64 [R].
+        """Apply penalties, biases and masks to logits_RV in place, choose tokens, and return their ids, int64 [R].
 
-        logits_RV: float32, a copy of these rows of the step's logits. processed_RV: see `sample`.
+        logits_RV: float32, a copy of the step's logits for the requests that need such edits. rows_R, row_index_R: the
+        rows of these requests in the request states, on the host and on the device. masks, positions_R,
+        processed_RV: see `sample`.
         """
         if self._added_to_N[rows_R].any():
             self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)

@@ -71,7 +71,8 @@ class ScoreResponse(PoolingAnswer, kw_only=True):
 class RerankRequest(PoolingFields, kw_only=True):
     """The body of a request to /rerank.
 
-    `documents` are texts, or objects with a text. `top_n` is the number of best documents returned; 0 for all.
+    `documents` are texts, or objects with a text. `top_n` is the number of best documents returned; 0 or null
+    for all. `instruction` is put into the model's template.
     `return_documents` false omits their texts.
     """
 

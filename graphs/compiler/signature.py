@@ -245,7 +245,7 @@ def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signatur
 
 
 def encoder_signature(config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> Signature:
-    """Return the signature of a speech model's encoder. Its compile range counts clips."""
+    """Return the arguments and sizes for which a speech model's encoder is compiled. Its range counts clips."""
     return Signature(
         ENCODER_ARGUMENTS,
         encoder_tensors(speech, config.model.dtype),

@@ -48,7 +48,7 @@ class Capture(Protocol):
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture the work in segments: a graph for each part between two calls of `on_attention`.
+        """Capture the work in segments: a graph for each part between two calls of attention, which run uncaptured.
 
         Returns the captured work and its result.
         """

@@ -33,7 +33,7 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """The names of these tensors, as far as they exist: scales, zero points, column order, input scale."""
+        """The names of the checkpoint's tensors that belong to the codes: scales, zeros, column order, input scale."""
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 

@@ -30,7 +30,7 @@ def sum_splits_kernel(
     OUTPUTS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write to out_ptr: the sum of all splits plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
+    """Write to out_ptr: the sum of all splits plus bias, then with SILU_MUL ACTIVATION(gate) * up, plus the residual.
 
     Program (OUTPUTS outputs, token). partials_ptr: fp32 [SPLITS, num_tokens, N], where N is num_outputs, or twice that
     with SILU_MUL. bias_ptr: [N], or None. out_ptr: [num_tokens, num_outputs]. residual_ptr: like out_ptr, or None.

@@ -37,7 +37,7 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """The fields (eps, offset, wide), in the order in which ops with a norm take them."""
+        """The arguments (eps, offset, wide) of ops with a norm, in the order in which they take them."""
         return self.eps, self.offset, self.wide
 
 

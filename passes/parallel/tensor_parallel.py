@@ -111,7 +111,7 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """Return the weighted sum over experts that follows `product`, their second linear; None if there is none.
+    """Return the weighted sum over experts that follows `product`, the experts' second linear; None if there is none.
 
     A rank computes only its summand, so this sum must be all-reduced.
     """

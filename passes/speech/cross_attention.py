@@ -47,7 +47,10 @@ def launch(
     length: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of each query to its clip's keys, [T, H, d], computed by the kernel; see `reference`."""
+    """Return the attention of each query to all keys of its clip, [T, H, d], computed by the kernel.
+
+    k_EHd, v_EHd: keys and values of clips one after the other, `length` of each. clip_T: the clip of each query.
+    """
     from compiled_engine.passes.speech.cross_attention_kernel import attend_to_clips  # Triton is optional
 
     return attend_to_clips(q_THd, k_EHd, v_EHd, clip_T, length, scale)

@@ -106,7 +106,7 @@ class HoistEncoder(GraphPass):
 
 
 def _border(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of the keys and of the values of each cross-attention in turn."""
+    """Return the nodes at which the graph is cut: the keys, then the values of each cross-attention, layer by layer."""
     calls = graph.find_nodes(op="call_function", target=cross_attention)
     return [named(call)[name] for call in calls for name in ("k_EHd", "v_EHd")]
 

@@ -186,7 +186,7 @@ def combine_kernel(
 
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
     out_ptr: [rows, H, d]; seq_lens_ptr: int32 [rows]; sinks_ptr: [H] or None.
-    min_keys, GRAIN: as for the kernel that stored the partial results.
+    min_keys, GRAIN: see split_length; the same as for the kernel that stored the partial results.
     QUERY_LEN: consecutive rows that share a request and its splits. TILE_Q, TILE_S: QUERY_LEN and the number of splits,
         rounded up to powers of two. TILE_D: elements of a part.
     """

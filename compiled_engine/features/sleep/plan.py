@@ -31,7 +31,7 @@ class Sleep(PlanFeature):
         self._stale: Stale = ""
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; no step runs meanwhile. Requests wait, and are then computed again.
+        """Stop steps until `wake_up`, and give memory back meanwhile. Requests wait, and are then computed again.
 
         level: 1 keeps the weights in host memory; 2 drops them, after which a whole update must follow. 0 gives nothing
         back, so requests are not computed again. Raises ControlError for another level, or if a rank cannot give its

@@ -55,7 +55,7 @@ class Processor(Protocol):
         """The dtype of floating-point results, torch's name."""
 
     def order(self) -> dict[str, Any]:
-        """Return the message that starts the worker processes: the folders and limits of their work."""
+        """Return the first message to each worker process: the folders and limits of its work."""
 
 
 class ProcessorFiles(NamedTuple):
