@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +36,7 @@ class PinnedMemory:
             raise RuntimeError(f"{num_bytes / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are available")
         memory = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-        self._unpin = weakref.finalize(self, lambda: None)
+        self._unpin: Callable[[], Any] = _do_nothing
         if pinned and num_bytes:
             provide_pages(memory)
             address = self.bytes.data_ptr()
@@ -58,6 +60,9 @@ def provide_pages(memory: mmap.mmap) -> None:
 
     with ThreadPoolExecutor(usable_cores()) as threads:
         list(threads.map(touch, range(0, len(memory), PART_BYTES)))
+
+
+def _do_nothing() -> None: ...
 
 
 def _unregister(address: int) -> None:

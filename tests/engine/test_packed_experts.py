@@ -57,7 +57,7 @@ def test_random_weights_of_gpt_oss(tmp_path: Path) -> None:
     """Codes are of all kinds, and values as large as those of other weights."""
     oracle = write_mxfp4(tmp_path)
     ids = [token % oracle.config.vocab_size for token in IDS[3]]
-    options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True}
+    options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True, "compile_ranges": ()}
     with LLM(tmp_path / "packed", **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
@@ -105,7 +105,7 @@ def test_experts_of_other_formats_stay_in_four_bits(packing: Packing, is_kept: b
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     checked = {"verify_passes": True, "strict_passes": is_kept, "compile_ranges": ()}
-    assert set(matched(compare(tmp_path / "packed", oracle, IDS, exact=True, **checked))) == {4 * is_kept}
+    assert set(matched(compare(tmp_path / "packed", oracle, IDS, exact=True, **checked))) == {2 * is_kept}
 
 
 @pytest.mark.product(one_in=1000)
@@ -113,7 +113,7 @@ def test_experts_of_other_formats_stay_in_four_bits(packing: Packing, is_kept: b
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int, tmp_path: Path) -> None:
     """Shares of 192 and of 96 columns, which are no whole groups of 128."""
-    sizes = DIVIDED | {"moe_intermediate_size": 384, "num_key_value_heads": 4}
+    sizes = DIVIDED | {"num_hidden_layers": 1, "moe_intermediate_size": 384, "num_key_value_heads": 4}
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     compare(tmp_path / "packed", oracle, IDS, exact=True, compile_ranges=(), tensor_parallel_size=num_ranks)
@@ -129,7 +129,7 @@ def test_experts_are_quantised_to_four_bits_while_they_are_loaded(tmp_path: Path
         for weight in (experts.gate_up_proj, experts.down_proj):
             weight.copy_(nearest(weight))
     options = {"quantization": "int4", "quantization_ignore": others, "compile_ranges": ()}
-    assert set(matched(compare(tmp_path / "plain", oracle, IDS, exact=True, **options))) == {4}
+    assert set(matched(compare(tmp_path / "plain", oracle, IDS, exact=True, **options))) == {2}
 
 
 def nearest(weight_ENK: torch.Tensor) -> torch.Tensor:

@@ -231,8 +231,11 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_whatever_may_be_endless_can_be_stopped(kind: str, tokenizer: Tokenizer) -> None:
+def test_whatever_may_be_endless_can_be_stopped(
+    kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Probing for the forms that a template reads can be stopped too."""
+    monkeypatch.setattr("compiled_engine.frontend.template_forms.MOST_PASSES", 500)  # of each probe
     asked = iter(range(1000))
     with pytest.raises(WorkStopped):
         render_chat(

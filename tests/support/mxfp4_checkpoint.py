@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 def write_mxfp4(folder: Path) -> Any:
     """Write a tiny GPT-OSS with random codes, and return transformers' model with what they stand for."""
     whole = folder / "whole"
-    write_checkpoint(whole, family("gpt_oss"))
+    gpt_oss = family("gpt_oss")
+    # One layer with a window, and one without.
+    write_checkpoint(whole, replace(gpt_oss, changes={**gpt_oss.changes, "num_hidden_layers": 2}))
     tensors, values = load_file(whole / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -37,14 +40,6 @@ def write_mxfp4(folder: Path) -> Any:
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values of blocks [E, R, G, 16] and scales [E, R, G], as transformers orders them: [E, 32 G, R]."""
-    E, R, G, _ = blocks.shape
-    found = torch.zeros(E, 32 * G, R)
-    stored, powers = blocks.tolist(), scales.tolist()
-    for e in range(E):
-        for row in range(R):
-            for group in range(G):
-                scale = 2.0 ** (powers[e][row][group] - 127)
-                for place, byte in enumerate(stored[e][row][group]):
-                    found[e, 32 * group + 2 * place, row] = VALUES[byte & 15] * scale
-                    found[e, 32 * group + 2 * place + 1, row] = VALUES[byte >> 4] * scale
-    return found
+    codes_ERG32 = torch.stack((blocks & 15, blocks >> 4), -1).flatten(3)
+    values_ERG32 = torch.tensor(VALUES)[codes_ERG32.long()] * 2.0 ** (scales.float() - 127)[..., None]
+    return values_ERG32.flatten(2).transpose(1, 2).contiguous()

@@ -136,10 +136,13 @@ GENERATION: dict[str, Any] = {
 }
 
 
-def transcribing_oracle(folder: Path, seconds: int = SECONDS) -> SpeechOracle:
-    """Write a tiny Whisper with clips of so many seconds, a byte tokenizer and a generation_config.json."""
+def transcribing_oracle(folder: Path, seconds: int = SECONDS, **changes: Any) -> SpeechOracle:
+    """Write a tiny Whisper with clips of so many seconds, a byte tokenizer and a generation_config.json.
+
+    changes: of its configuration.
+    """
     times = [f"<|{number / 50:.2f}|>" for number in range(LENGTH * seconds + 1)]  # in steps of 20 ms
-    sizes = {"vocab_size": FIRST_TIME + len(times), "max_target_positions": 28}
+    sizes = {"vocab_size": FIRST_TIME + len(times), "max_target_positions": 28} | changes
     oracle = SpeechOracle(folder, seed=3, seconds=seconds, **sizes)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     oracle.model.generation_config = GenerationConfig.from_pretrained(folder)

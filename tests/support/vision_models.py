@@ -155,6 +155,17 @@ _CONFIGS["Gemma4ForConditionalGeneration"] = {
     "audio_config": None,
     "tie_word_embeddings": True,
 }
+# Fewer layers, for tests that compile them: each other one is a piece or two more.
+_FEW_LAYERS: dict[str, dict[str, dict[str, Any]]] = {
+    "Qwen3VLForConditionalGeneration": {
+        "vision_config": {"depth": 2, "deepstack_visual_indexes": [0]},
+        "text_config": {"num_hidden_layers": 2},
+    },
+    "LlavaForConditionalGeneration": {
+        "vision_config": {"num_hidden_layers": 2},
+        "text_config": {"num_hidden_layers": 1},
+    },
+}
 ARCHITECTURES = tuple(_CONFIGS)
 _BOUNDS = {"input_min": -1.5, "input_max": 1.2, "output_min": -0.4, "output_max": 0.5}
 PLACEHOLDER_FIELD = dict.fromkeys(("llava", "llava_next", "gemma3"), "image_token_index")
@@ -166,6 +177,12 @@ def vision_config(architecture: str, *, tower: Mapping[str, Any] | None = None, 
     values = values | {"vision_config": values["vision_config"] | dict(tower or {})}
     placeholder = {PLACEHOLDER_FIELD.get(values["model_type"], "image_token_id"): PLACEHOLDER}
     return json.dumps({"architectures": [architecture], "dtype": "float32"} | values | placeholder | changes)
+
+
+def small_vision_config(architecture: str) -> str:
+    """Return `vision_config` with fewer layers, for the architectures that have such a model here."""
+    values = json.loads(vision_config(architecture))
+    return json.dumps(values | {part: values[part] | few for part, few in _FEW_LAYERS[architecture].items()})
 
 
 def vision_model(config_json: str, seed: int = 0) -> Any:

@@ -350,8 +350,9 @@ def test_an_image_that_has_changed_since_it_was_read_fails_its_request_alone(
 
 @pytest.fixture(scope="module")
 def limited(qwen: Checkpoint) -> Iterator[LLM]:
+    """An engine that takes few images, and adapters."""
     options = {"limit_mm_per_prompt": {"image": 3}, "max_image_pixels": 1 << 14, "mm_processor_cache_gb": 0}
-    with LLM(qwen.folder, **ENGINE | options) as llm:
+    with LLM(qwen.folder, **ENGINE | options, enable_lora=True, max_lora_rank=8) as llm:
         yield llm
 
 
@@ -369,7 +370,7 @@ def test_truncation_keeps_images_whole(limited: LLM) -> None:
         kept(5)
 
 
-def test_an_adapter_changes_the_text_model_alone(qwen: Checkpoint, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_text_model_alone(qwen: Checkpoint, limited: LLM, tmp_path: Path) -> None:
     """Beside requests without it, with the same image."""
     targets = ("q_proj", "v_proj", "down_proj")
     adapted = copy.copy(qwen)
@@ -381,8 +382,7 @@ def test_an_adapter_changes_the_text_model_alone(qwen: Checkpoint, tmp_path: Pat
     image = picture(24, 24, 1)
     prompts: list[Any] = [{"prompt": texts[0], "multi_modal_data": {"image": image}}, texts[1]] * 2
     adapters = [LoRARequest("a", 1, str(tmp_path))] * 2 + [None] * 2
-    with LLM(qwen.folder, **ENGINE, enable_lora=True, max_lora_rank=8) as llm:
-        outputs = llm.generate(prompts, GREEDY, lora_request=adapters)
+    outputs = limited.generate(prompts, GREEDY, lora_request=adapters)
     expected = [each.answer(*given) for each in (adapted, qwen) for given in ((texts[0], [image]), (texts[1], []))]
     assert [said(output) for output in outputs] == expected
     assert expected[0] != expected[2]

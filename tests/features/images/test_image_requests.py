@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from image_engines import TOLERANCE, Oracle, Prompt, check, outputs_of, running
+from vision_models import small_vision_config
 
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.features.prompt_logprobs.extras import rows_in
@@ -140,37 +142,57 @@ def test_log_probabilities_of_a_prompt_with_images(oracle: Oracle, core: EngineC
     assert found == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-# Of compiled engines one is drawn; of others, one with each of these options.
-EAGER, COMPILED = pytest.mark.product(one_in=1000, each=("options",)), pytest.mark.product(one_in=1000)
-WHOLE: dict[str, Any] = {"mode": "compiled", "compile_ranges": ()}
 DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(DRAFTS, id="drafts", marks=EAGER),
-        pytest.param(TWO_RANKS, id="two ranks", marks=EAGER),
-        pytest.param(WHOLE | TWO_RANKS | {"strict_passes": True}, id="two compiled ranks", marks=COMPILED),
-        pytest.param({"mode": "auto"}, id="recorded decodes", marks=COMPILED),
-        pytest.param({"model_impl": "transformers"}, id="transformers' code", marks=EAGER),
-        pytest.param({"enable_lora": True}, id="with adapters", marks=EAGER),
-        pytest.param(WHOLE | {"enable_lora": True}, id="compiled with adapters", marks=COMPILED),
-    ],
-)
-def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]) -> None:
-    if "tensor_parallel_size" in options and "Gemma4" in oracle.vision.architecture:
-        pytest.skip("models of Gemma 4 cannot be divided")
+def check_with(oracle: Oracle, **options: Any) -> None:
+    """Check an engine with these options and requests of several images, of one, and of none."""
     images = [oracle.image(4, 5, seed=1), oracle.image(2, 3, seed=2)]
     prompts = {
         "both": Prompt((3, None, 9, 9, 9, 9, None, 9, 9, 9), tuple(images)),
         "one": Prompt((*range(20, 40), None, 7), (images[1],)),
         "text": Prompt((5, 6, 5, 6, 5, 6, 5)),
     }
-    with running(oracle, **{"mode": "eager"} | options) as core:
+    with running(oracle, **options) as core:
         requests = [oracle.request(name, prompt, max_tokens=12) for name, prompt in prompts.items()]
         check(oracle, prompts, outputs_of(core, requests))
+
+
+@pytest.mark.product(one_in=1000, each=("options",))
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(DRAFTS, id="drafts"),
+        pytest.param(TWO_RANKS, id="two ranks"),
+        pytest.param({"model_impl": "transformers"}, id="transformers' code"),
+        pytest.param({"enable_lora": True}, id="with adapters"),
+    ],
+)
+def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]) -> None:
+    if "tensor_parallel_size" in options and "Gemma4" in oracle.vision.architecture:
+        pytest.skip("models of Gemma 4 cannot be divided")
+    check_with(oracle, mode="eager", **options)
+
+
+WHOLE: dict[str, Any] = {"mode": "compiled", "compile_ranges": ()}
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("architecture", [QWEN, LLAVA])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(WHOLE | TWO_RANKS | {"strict_passes": True}, id="two ranks"),
+        pytest.param({"mode": "auto"}, id="recorded decodes"),
+        pytest.param(WHOLE | {"enable_lora": True}, id="with adapters"),
+    ],
+)
+def test_other_features_of_compiled_engines_change_no_result(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """One is drawn: test_image_passes.py compares the graphs of all architectures with their eager code."""
+    check_with(Oracle(tmp_path, architecture, small_vision_config(architecture)), **options)
 
 
 def test_the_text_model_runs_alone_if_the_user_wants_it(oracle: Oracle) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from image_engines import TOLERANCE, Oracle, Prompt, check, config_of, outputs_o
 from packed_checkpoints import PACKINGS, pack_weight, write_section
 from quantised_checkpoints import LAYOUTS, load_all
 from safetensors.torch import save_file
-from vision_models import vision_config
+from vision_models import small_vision_config
 
 from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
 from compiled_engine.quantisation import LinearScheme
@@ -77,8 +76,7 @@ def test_a_quantised_text_model_sees(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("preset", "tolerance"), [("int4", TOLERANCE), ("fp8", 0.15)])
 def test_a_text_model_that_is_quantised_while_it_is_loaded_sees(preset: str, tolerance: float, tmp_path: Path) -> None:
     """With "fp8" the inputs of linears are rounded too, and the oracle's are not."""
-    few = json.loads(vision_config(LLAVA))["text_config"] | {"num_hidden_layers": 1}
-    oracle = Oracle(tmp_path, LLAVA, vision_config(LLAVA, tower={"num_hidden_layers": 2}, text_config=few))
+    oracle = Oracle(tmp_path, LLAVA, small_vision_config(LLAVA))
     prompt = Prompt((5, None, 11, 12, 13), (oracle.image(2, 3),))
     with running(oracle, mode="compiled", quantization=preset, compile_ranges=()) as core:
         (found,) = outputs_of(core, [oracle.request("r", prompt, max_tokens=1)]).values()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from image_engines import Oracle, Prompt, check, outputs_of, running
 from safetensors.torch import load_file, save_file
+from vision_models import small_vision_config
 
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.core import EngineCore
@@ -45,7 +46,8 @@ def moved(oracle: Oracle, folder: Path, part: str = "") -> dict[str, torch.Tenso
 )
 def test_the_tower_is_updated_with_the_text_model(architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     """An image of before the update has its embeddings computed again."""
-    oracle = Oracle(tmp_path / "old", architecture)
+    small = small_vision_config(architecture) if options["mode"] == "compiled" else None
+    oracle = Oracle(tmp_path / "old", architecture, small)
     prompts = {"r": Prompt(PROMPT, (oracle.image(2, 3),))}
     with running(oracle, **options) as core:
         check(oracle, prompts, outputs_of(core, [oracle.request("r", prompts["r"])]))

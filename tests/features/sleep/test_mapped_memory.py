@@ -120,6 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, memory: Callable[[Any], RankMemory]) -> EngineCore:
     """Return an engine on a CPU whose weights and KV cache are in the given memory."""
     options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 32, "block_size": 16}
+    options["compile_ranges"] = ()
     config = resolve(
         EngineOptions(model=folder, device="cpu", mode="compiled", max_model_len=96, enable_sleep_mode=True, **options)
     )

@@ -88,7 +88,17 @@ class Inputs:
         return ids, structs.replace(images, images=whole)
 
 
-@pytest.fixture(scope="module", params=PLACEHOLDERS)
+# Their processor of images is that of Qwen 3 VL, and a process for each takes seconds to start.
+SAME_PROCESSOR = ("Qwen2VL", "Qwen2_5_VL", "Qwen3_5")
+SHOWN = pytest.mark.shown_by(
+    "features/images/frontend/test_processed_images.py::test_tokens_and_pixels_are_those_of_the_processor"
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=SHOWN) if name.startswith(SAME_PROCESSOR) else name for name in PLACEHOLDERS],
+)
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inputs]:
     made = Inputs(tmp_path_factory.mktemp("checkpoint"), request.param)
     yield made
