@@ -191,10 +191,10 @@ class PlanFeature:
         return []
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Start computing the feature's late inputs for a step.
+        """Start computing what the feature adds to the sampling of a step after its forward was launched: late inputs.
 
-        requests: all requests of the step that sample late, also for other features. Their tokens before the step are
-        known. Some of the requests may have ended.
+        requests: all requests of the step that sample only then, whichever feature they wait for. Their tokens before
+        the step are known. Some of the requests may have ended.
         """
 
     def finish_late(self) -> dict[str, Any]:

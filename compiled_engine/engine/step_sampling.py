@@ -128,9 +128,9 @@ class StepSampling:
 
 
 class Advance(Protocol):
-    """Interface that advances the states by a step: stores the step's tokens there and in the ring buffer.
+    """Interface that advances the request states by a step, and stores the new tokens in them.
 
-    Its launches may be captured.
+    Tokens are also stored in the ring that the host reads. A CUDA graph may capture the launches.
     """
 
     def __call__(

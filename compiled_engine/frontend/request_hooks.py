@@ -107,7 +107,10 @@ class RequestFeature:
         return False
 
     def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
-        """Yield functions that read files for `parts`. An event loop can run each of them in a thread."""
+        """Yield functions that read, and keep for `parts`, the files that these arguments name.
+
+        An event loop can run each function in a thread before it calls `parts`. given: as for `parts`.
+        """
         return iter(())
 
     def before(self, requests: Sequence[EngineRequest], core: Core) -> None:

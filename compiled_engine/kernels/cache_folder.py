@@ -112,7 +112,7 @@ def is_whole(path: Path) -> bool:
 
 
 def damaged_kernels(cache_dir: Path) -> list[str]:
-    """Return the paths of files in `cache_dir`/kernels that match none of their digests, relative to that folder.
+    """Return the files in `cache_dir`/kernels that differ from what was written, relative to `cache_dir`/kernels.
 
     The engine will build them again.
     """

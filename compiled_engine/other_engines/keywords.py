@@ -59,17 +59,19 @@ class WithoutEffect(OnCommandLine):
 
 @dataclass(frozen=True)
 class Honoured(OnCommandLine):
-    """A keyword with a meaning in this engine.
+    """Another engine's keyword that has a meaning in this engine.
 
-    At most one of `option`, `choices` and `read` applies. With none, the engine always does what the value asks for.
+    At most one of `option`, `choices` and `read` says what a value becomes. If none does, every value is accepted and
+    ignored, as the engine always does what the keyword asks for.
     """
 
     means: str  # description for the documents
     option: str | None = None  # this engine's option, which takes the value
-    # values that have another name here or no effect, by name in lower case; others are unchanged
+    # for `option`: values with another name here, or WithoutEffect and its reason, by name in lower case; others are
+    # passed on
     values: Mapping[str, str | WithoutEffect] = field(default_factory=dict)
-    nothing: tuple[Any, ...] = ()  # values without effect
-    # all allowed values with their options; names may be in lower case
+    nothing: tuple[Any, ...] = ()  # values that set nothing, such as None
+    # all allowed values with the options that they set; users may write names in lower case
     choices: Mapping[Any, Mapping[str, Any]] | None = None
     # Returns options, given the value and all keywords; or the name of a reader in `translate`.
     read: str | Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = ""

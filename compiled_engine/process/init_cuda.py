@@ -112,8 +112,8 @@ def _make_digest() -> bool:
 def init_cuda(device: str, *, runs_here: bool) -> None:
     """Start to initialise the GPU of the option `device`, in the background; do nothing for a CPU.
 
-    runs_here: this process will run on the GPU, so its context is created and Triton's digest computed. Otherwise only
-    the driver is initialised, to enumerate GPUs.
+    runs_here: this process will run on the GPU, so its context is created, and the key of Triton's cache is computed.
+    Otherwise only the driver is initialised, to enumerate GPUs.
     """
     index = index_of(device)
     if index is None:

@@ -89,7 +89,7 @@ def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return one threshold per row for the three filters together.
+    """Return, for each row, the lowest logit that top-k, top-p and min-p together keep.
 
     Each row's largest logits are sorted in ascending order: as many as the largest top_k of the rows, or all if a row
     has no top_k. Each filter gives the index from which it keeps tokens, and the largest index applies.

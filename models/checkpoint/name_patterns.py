@@ -55,7 +55,10 @@ class NamePatterns:
             raise self._too_large() from None
 
     def number(self, module: str) -> float | None:
-        """Return a module's number; None if no pattern matches. Raises ValueError if matching takes too long."""
+        """Return the number of the first pattern that matches a module's name; None if none does.
+
+        Raises ValueError if matching takes too long.
+        """
         if not self._numbers:
             return None
         begin = time.thread_time()

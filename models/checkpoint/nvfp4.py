@@ -48,7 +48,8 @@ def read_nvfp4(
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
     """Return the checkpoint's tensors with NVFP4 weights in the engine's layout, and the codes by the weight's name.
 
-    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's shape
+    Without an NVFP4 `quantisation` the tensors are returned as they are. path: of the checkpoint, for errors. Among the
+    tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's shape
     and the codes' dtype. Scales become fp32 [N, K / 16], as `weight_scale`. Raises ValueError, with names and values,
     if tensors contradict each other.
     """

@@ -50,7 +50,7 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 class Parameter:
     """The description of a tensor that a rank keeps on its device. shape, dtype: on that device, after sharding.
 
-    - Without members: a tensor of the model, under the name that the model gives it.
+    - Without members: a tensor of the model, under the model's name for it, or one that a pass adds.
     - With members: the members concatenated along dimension 0. The members are views of this tensor.
     - With `make`: the result of these steps on the concatenated members. The members then have memory of their own only
       if another parameter of the graph needs them.

@@ -130,10 +130,10 @@ def reference(
 def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of the all-reduced x plus the residual, and this sum, [T, D] each; see `reference`.
+    """All-reduce x, add the residual, and return the RMSNorm of the sum and the sum, [T, D] each; see `reference`.
 
-    One kernel computes both if the group's push buffer takes x. Otherwise the group's all-reduce runs first, then the
-    kernel of residual_rms_norm.
+    One kernel computes both if x fits into the group's push buffer. Otherwise the group's all-reduce runs first, then
+    the kernel of residual_rms_norm.
     """
     pushed = current_group().pushed
     if pushed is not None and pushed.takes(x_TD):

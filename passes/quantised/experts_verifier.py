@@ -77,7 +77,7 @@ def verify_experts(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint with quantised expert matrices, as one rank reads it."""
+    """A random checkpoint whose expert matrices are quantised, there or while they are loaded, as one rank reads it."""
 
     quantisation: Quantisation
     weights: Mapping[str, Parameter]  # all weights, by name

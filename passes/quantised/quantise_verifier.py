@@ -218,9 +218,9 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """Return the rounding of a weight that is quantised while loading, with tiles that end where a rank's part ends.
+    """Return a rounding whose tiles divide a rank's part of a weight that is quantised while it is loaded.
 
-    Each rank quantises its own part.
+    Each rank quantises its own part, so no tile of scales crosses the part's end.
     """
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]

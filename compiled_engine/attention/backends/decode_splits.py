@@ -108,10 +108,11 @@ def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
-    """Return whether one kernel for rotation, KV write and attention is faster than several.
+    """Return whether one kernel for norm, rotation, KV write and attention is faster than several.
 
-    One kernel is faster with small programs and short contexts. With a single request every program would wait for the
-    norm; with long contexts the first tile would occupy registers that later tiles need.
+    One kernel is faster if SMALL programs share a multiprocessor and contexts are short. With a single request there
+    are larger programs, which would all wait for the norm; with long contexts the first tile would occupy registers
+    that later tiles need.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 

@@ -102,7 +102,10 @@ def request_of(
     NUM_HEADS: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tl.tensor:
-    """Return the request of a tile. The tiles of request i begin with number start * NUM_HEADS // TILE_M + i."""
+    """Return the index of a tile's request.
+
+    The tiles of request i begin with number query_start_loc[i] * NUM_HEADS // TILE_M + i.
+    """
     low = tile * 0
     above = low + num_requests
     while above - low > 1:

@@ -40,7 +40,7 @@ class StateRows(StepFeature):
                 self._copy(self._num_rows + slot, self._states.row(request.request_id))
 
     def end(self, step: SchedulerOutput) -> None:
-        """Copy the states that are to be kept after the step to snapshots."""
+        """Copy to snapshots the states that are to be kept after the step."""
         for request_id, slot in step.extras.get(NAME, {}).items():
             self._copy(self._states.row(request_id), self._num_rows + slot)
 
