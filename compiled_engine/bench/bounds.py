@@ -14,11 +14,12 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from compiled_engine.config import ImagesConfig, ModelConfig, RowState
 from compiled_engine.kv_format import halves_of
@@ -39,6 +40,14 @@ class Rates:
     source: str  # whether they are known or measured
 
 
+class AttentionSizes(NamedTuple):
+    """The sizes of a layer's attention. Layers of a model may differ in their heads."""
+
+    window: int | None  # the most keys that a query sees; None for all
+    kv_bytes: int  # a token's keys and values
+    flops: int  # of one query with one key
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model that determine the minimum cost of a step."""
@@ -46,9 +55,7 @@ class ModelSizes:
     weight_bytes: int  # read in every step: all weights but experts and the embedding, of which a step reads a few rows
     linear_params: int  # multiplied with every token
     head_params: int  # multiplied with the tokens that sample
-    kv_bytes_per_token: int  # keys and values in one layer
-    attention_flops: int  # of one query with one key in one layer
-    windows: tuple[int | None, ...]  # by attention layer, the most keys that a query sees; None for all
+    attention: tuple[AttentionSizes, ...]  # of the layers that attend
     expert_bytes: int = 0  # one expert in all layers
     num_experts: int = 0
     experts_per_token: int = 0
@@ -84,22 +91,31 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     num_experts = next(iter(of_experts.values())).shape[0] if of_experts else 0
     per_token = _experts_per_token(config) if of_experts else 0
     chosen_params = sum(p.numel() // num_experts for p in of_experts.values()) * per_token
-    heads = map(config.heads_of, range(config.num_layers))
-    halves = halves_of(config.latent_dim)
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
         weight_bytes=sum(_stored_bytes(config, *each) for each in (*body.values(), ("lm_head.weight", head))),
         linear_params=sum(p.numel() for _, p in body.values() if p.dim() == 2) + chosen_params,
         head_params=head.numel(),  # type: ignore[operator]
-        kv_bytes_per_token=halves * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
-        attention_flops=2 * config.num_heads * (config.head_dim + (config.latent_dim or config.head_dim)),
-        windows=tuple(w for w, layer in zip(config.sliding_windows, heads, strict=True) if layer.num_heads),
+        attention=tuple(_attention(config, model)),
         expert_bytes=sum(_stored_bytes(config, name, p) // num_experts for name, p in of_experts.items()),
         num_experts=num_experts,
         experts_per_token=per_token,
         state_bytes=sum(state.row_bytes for state in _states(config)),
         recurrence_flops=sum(_flops_of(state) for state in _states(config)),
     )
+
+
+def _attention(config: ModelConfig, model: nn.Module) -> Iterator[AttentionSizes]:
+    expansions = [p for name, p in model.named_parameters() if name.endswith("kv_b_proj.weight")]
+    for layer, window in enumerate(config.sliding_windows):
+        heads = config.heads_of(layer)
+        if not heads.num_heads:
+            continue
+        values = halves_of(heads.latent_dim) * heads.num_kv_heads * heads.head_dim
+        width = 2 * heads.head_dim
+        if heads.latent_dim:  # a head's key and value are shorter than the row that they are made from
+            width = expansions[0].shape[0] // heads.num_heads + heads.head_dim - heads.latent_dim
+        yield AttentionSizes(window, values * config.dtype.itemsize, 2 * heads.num_heads * width)
 
 
 def _stored_bytes(config: ModelConfig, name: str, parameter: torch.Tensor) -> int:
@@ -202,8 +218,10 @@ def _context_bytes(sizes: ModelSizes, context: float) -> float:
 
     context: number of earlier tokens. A window includes the query's own key, which is not an earlier one.
     """
-    seen = sum(context if window is None else min(context, window - 1) for window in sizes.windows)
-    return seen * sizes.kv_bytes_per_token
+    return sum(
+        layer.kv_bytes * (context if layer.window is None else min(context, layer.window - 1))
+        for layer in sizes.attention
+    )
 
 
 def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
@@ -211,8 +229,9 @@ def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
 
     context: tokens before the first of these decodes.
     """
-    seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
-    return seen * sizes.kv_bytes_per_token + 2 * count * sizes.state_bytes
+    chunk = Chunk(context, count)
+    read = sum(layer.kv_bytes * (_pairs(chunk, layer.window) - count) for layer in sizes.attention)
+    return read + 2 * count * sizes.state_bytes
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
@@ -225,7 +244,7 @@ def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
     """Return the bytes of a common prefix's keys and values, without layers whose window may exclude the prefix."""
-    return sizes.windows.count(None) * context * sizes.kv_bytes_per_token
+    return context * sum(layer.kv_bytes for layer in sizes.attention if layer.window is None)
 
 
 def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
@@ -233,8 +252,8 @@ def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
     flops = 0.0
     for chunk in step:
         flops += 2.0 * (chunk.new * sizes.linear_params + chunk.samples * sizes.head_params)
-        pairs = sum(_pairs(chunk, window) for window in sizes.windows)
-        flops += pairs * sizes.attention_flops + chunk.new * sizes.recurrence_flops
+        flops += sum(_pairs(chunk, layer.window) * layer.flops for layer in sizes.attention)
+        flops += chunk.new * sizes.recurrence_flops
     return flops
 
 

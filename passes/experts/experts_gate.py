@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import fx
 
-from compiled_engine.passes.framework.matching import arg, aten, factors, is_call
-from compiled_engine.passes.linear.silu_mul import activate, gated
+from compiled_engine.passes.framework.matching import ACTIVATIONS, arg, aten, factors, is_call
+from compiled_engine.passes.linear.silu_mul import activate, activation_of, gated
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ def gate_of_experts(
 def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
     """Return (first linear's result, gate) if `hidden` is a gate of the result's two parts; otherwise why it is not."""
     for activated, up in factors(hidden):
-        if is_call(activated, aten.silu.default):
+        if is_call(activated, *ACTIVATIONS):
             halves = _halves(arg(activated, 0), up)
             if halves is None:
                 return "gate and up are not the two halves of one product"
-            return halves[0], Gate("silu", interleaved=halves[1])
+            return halves[0], Gate(activation_of(activated), interleaved=halves[1])
     for activated, raised in factors(hidden):
         found = _clamped(activated, raised)
         if found is not None:
             return found
-    return "what goes into the second product is neither silu(gate) * up nor the gate of clamped values"
+    return "what goes into the second product is neither silu or gelu(gate) * up nor the gate of clamped values"
 
 
 def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:

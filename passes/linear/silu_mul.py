@@ -171,13 +171,13 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
     if first != second or split.args[0].meta["val"].dim() != 2:
         return "the halves differ in width"
     with graph.inserting_before(product):
-        fused = emit(graph, silu_mul, split.args[0], _activation(silu))
+        fused = emit(graph, silu_mul, split.args[0], activation_of(silu))
     product.replace_all_uses_with(fused)
     return [Replacement(product.name, fused)]
 
 
-def _activation(call: fx.Node) -> str:
-    """Return the name of the activation that a call computes, such as "silu" (see `activate`)."""
+def activation_of(call: fx.Node) -> str:
+    """Return the name of the activation that a call of one of ACTIVATIONS computes, as `activate` takes it."""
     if is_call(call, aten.silu.default):
         return "silu"
     return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

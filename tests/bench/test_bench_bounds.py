@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from compiled_engine.bench import bounds
 from compiled_engine.bench.bounds import (
+    AttentionSizes,
     Chunk,
     Job,
     ModelSizes,
@@ -27,9 +29,12 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.resolve.recurrences import resolve_states
 
-SIZES = ModelSizes(
-    weight_bytes=1000, linear_params=100, head_params=10, kv_bytes_per_token=4, attention_flops=8, windows=(None, None)
-)
+
+def attention_of(*windows: int | None) -> tuple[AttentionSizes, ...]:
+    return tuple(AttentionSizes(window, kv_bytes=4, flops=8) for window in windows)
+
+
+SIZES = ModelSizes(weight_bytes=1000, linear_params=100, head_params=10, attention=attention_of(None, None))
 RATES = Rates(bytes_per_s=1e3, flops_per_s=1e6, source="by hand")
 
 
@@ -45,11 +50,34 @@ def test_a_step_multiplies_each_token_and_each_query_with_its_keys() -> None:
 
 
 def test_a_window_limits_what_is_read_and_multiplied() -> None:
-    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, 3))
+    sizes = ModelSizes(1000, 100, 10, attention_of(None, 3))
     # Of the three keys that a query sees one is its own.
     assert step_bytes(sizes, [Chunk(10, 1)]) == 1000 + (10 + 2) * 4
     assert step_flops(sizes, [Chunk(0, 5)]) == 2 * (500 + 10) + (15 + 1 + 2 + 3 + 3 + 3) * 8
     assert step_flops(sizes, [Chunk(10, 2)]) == 2 * (200 + 10) + (11 + 12 + 3 + 3) * 8
+
+
+def test_layers_read_and_multiply_the_keys_of_their_own_heads(tmp_path: Path) -> None:
+    wide = {"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 4, "num_global_key_value_heads": 1}
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 16}
+    config = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **wide, **sizes, **kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_k_eq_v": True}))
+    model, _ = read_model_config(
+        tmp_path, dtype="bfloat16", max_model_len=4096, load_format="dummy", seed=0, device_type="cuda"
+    )
+    assert model_sizes(model).attention == ((16, 2 * 4 * 32 * 2, 4 * 8 * 32), (None, 2 * 64 * 2, 4 * 8 * 64))
+
+
+def test_latent_rows_are_read_and_keys_and_values_made_from_them_are_multiplied(tmp_path: Path) -> None:
+    row = {"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", **row, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "first_k_dense_replace": 1}))
+    model, _ = read_model_config(
+        tmp_path, dtype="bfloat16", max_model_len=2048, load_format="dummy", seed=0, device_type="cuda"
+    )
+    assert model_sizes(model).attention == ((None, (24 + 8) * 2, 2 * 4 * (16 + 8 + 12)),)
 
 
 def test_the_slower_of_reading_and_multiplying_decides() -> None:
@@ -67,7 +95,7 @@ def test_tpot_takes_the_mean_context_of_all_decodes() -> None:
 @pytest.mark.parametrize("bytes_per_s", [1e3, 1e9], ids=["reading", "multiplying"])
 @pytest.mark.parametrize("window", [1, 5, 9, 12, 15, 16, 40])
 def test_a_window_that_decodes_grow_beyond_limits_each_of_them(window: int, bytes_per_s: float) -> None:
-    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, window, window))
+    sizes = ModelSizes(1000, 100, 10, attention_of(None, window, window))
     rates = Rates(bytes_per_s, 1e6, "by hand")
     decodes = [step_seconds(sizes, rates, [Chunk(context, 1)] * 2) for context in range(10, 16)]
     assert tpot_seconds(sizes, rates, batch_size=2, prompt_len=10, output_len=7) == pytest.approx(sum(decodes) / 6)
@@ -93,13 +121,13 @@ def test_what_requests_have_in_common_is_computed_once_and_read_once_a_step() ->
     found = workload_seconds(SIZES, RATES, [Job(5, [4, 2])], max_num_seqs=8)
     assert found == pytest.approx((1000 + 3 * (1000 + 2 * 4 * 5) + 2 * 4 * (0 + 1 + 2 + 0)) / 1e3)
     # A window may have left it behind.
-    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, 3))
+    sizes = ModelSizes(1000, 100, 10, attention_of(None, 3))
     found = workload_seconds(sizes, RATES, [Job(5, [3, 3])], max_num_seqs=8)
     assert found == pytest.approx((1000 + 2 * (1000 + 4 * 5) + 2 * 2 * 4 * (0 + 1)) / 1e3)
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
-    sizes = ModelSizes(1000, 100, 10, 4, 8, (None,), expert_bytes=100, num_experts=8, experts_per_token=2)
+    sizes = ModelSizes(1000, 100, 10, attention_of(None), expert_bytes=100, num_experts=8, experts_per_token=2)
     assert step_bytes(sizes, [Chunk(0, 1)]) == 1000 + 2 * 100
     # Of a second token's two experts a quarter has been chosen before, if all are equally likely.
     assert step_bytes(sizes, [Chunk(0, 1), Chunk(0, 1)]) == pytest.approx(1000 + (2 + 2 * 6 / 8) * 100)
@@ -166,13 +194,13 @@ def test_the_bounds_of_hybrid_shapes(
         device_type="cuda",
     )
     sizes = model_sizes(config)
-    assert sizes.windows == (None,) * layers
+    assert [layer.window for layer in sizes.attention] == [None] * layers
     parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     assert round(parameters / 1e9, 1 if billions > 2 else 2) == billions
     assert sizes.state_bytes / 2**20 == pytest.approx(state_mib, rel=0.01)
     assert model_sizes(resolve_states(config, 3)) == sizes  # what drafts add is no part of the least that a step reads
     decode, first = step_bytes(sizes, [Chunk(1, 1)]), step_bytes(sizes, [Chunk(0, 1)])
-    assert decode - first == sizes.state_bytes + layers * sizes.kv_bytes_per_token
+    assert decode - first == sizes.state_bytes + sum(layer.kv_bytes for layer in sizes.attention)
     if "moe" in config.architecture.lower():
         assert (sizes.num_experts, sizes.experts_per_token) == (256, 8)
         assert sizes.expert_bytes == 40 * 3 * 512 * 2048 * 2

@@ -101,8 +101,10 @@ def mixture(gate_change: str = "", limited: str | None = None, change: str = "")
         if change == "a product that is computed":
             both = both * 2
         gate, up = halves(both, other, gate_change)
-        if change == "gelu":
-            hidden = torch.nn.functional.gelu(gate) * up
+        if change in ("gelu", "gelu_tanh"):
+            hidden = torch.nn.functional.gelu(gate, approximate="tanh" if change == "gelu_tanh" else "none") * up
+        elif change == "relu":
+            hidden = torch.relu(gate) * up
         else:
             hidden = torch.nn.functional.silu(gate) * up if limited is None else clamped(gate, up, limited)
         outputs = torch.bmm(hidden, p["down_t"] if change == "transposed" else p["down"].transpose(1, 2))
@@ -129,6 +131,8 @@ def mixture(gate_change: str = "", limited: str | None = None, change: str = "")
         ({"change": "biases"}, ("silu", 0.0, 0.0, False)),
         ({"change": "biases", "limited": ""}, ("silu", 1.7, 0.7, False)),
         ({"change": "transposed"}, ("silu", 0.0, 0.0, False)),
+        ({"change": "gelu"}, ("gelu", 0.0, 0.0, False)),
+        ({"change": "gelu_tanh", "gate_change": "columns in turn"}, ("gelu_tanh", 0.0, 0.0, True)),
     ],
 )
 def test_experts_become_one_op(arguments: dict[str, Any], expected: tuple[object, ...]) -> None:
@@ -149,7 +153,7 @@ def test_experts_become_one_op(arguments: dict[str, Any], expected: tuple[object
 
 
 HALVES = "gate and up are not the two halves of one product"
-GATE = "neither silu(gate) * up nor the gate of clamped values"
+GATE = "neither silu or gelu(gate) * up nor the gate of clamped values"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ GATE = "neither silu(gate) * up nor the gate of clamped values"
                 *("three times one more",),
             )
         ),
-        ({"change": "gelu"}, GATE),
+        ({"change": "relu"}, GATE),
         ({"change": "other tokens for each expert"}, ""),
         ({"change": "a product that is computed"}, "gate and up are not a product with a parameter of each expert"),
         ({"change": "a second product that is computed"}, "what is weighted is not a product with a parameter of each"),

@@ -78,6 +78,13 @@ _SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embedding
 _LATENT_YARN = _SHORT_YARN | {"mscale": 0.8, "mscale_all_dim": 0.7}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _GEMMA4 = _WINDOWS | {"global_head_dim": 64, "pad_token_id": 0}
+# One key for both keys and values in layers without a window, and experts beside each MLP.
+_GEMMA4_EXPERTS = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48, "hidden_size_per_layer_input": 0},
+}
 _GEMMA3 = _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}
 _NARROW = {"moe_intermediate_size": 48}
 _DELTA_NET = {
@@ -162,7 +169,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen2", {"tie_word_embeddings": True}),
     Family("mistral", {"sliding_window": WINDOW}),
     Family("gemma3_text", _GEMMA3),
-    Family("gemma4_text", _GEMMA4),
+    Family("gemma4_text", _GEMMA4 | _GEMMA4_EXPERTS),
     Family("gemma4_unified_text", _GEMMA4),
     Family("gemma2", _WINDOWS | {"query_pre_attn_scalar": 24}),
     Family("gemma"),
