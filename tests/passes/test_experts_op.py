@@ -22,6 +22,9 @@ from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, err
 from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
+small = [case for case in CASES if case.num_experts < 10 and case.num_tokens < 10]
+# Every other rounding: each meets one token and several, sizes that end inside of tiles, and experts that are given.
+roundings = {case: (*CODES, *PACKED)[(place + place // 4) % 2 :: 2] for place, case in enumerate(small)}
 for case in CASES:
     arguments = arguments_of(case, torch.float32)
     # Those that are quick a second time, on counts that the first has left.
@@ -29,7 +32,7 @@ for case in CASES:
         with nan_in_new_tensors():
             out = experts_op.launch(*arguments)
         assert error(out, arguments) < 1e-5, f"{case} is off by {error(out, arguments)}"
-    for text in (*CODES, *PACKED) if case.num_experts < 10 and case.num_tokens < 10 else ():
+    for text in roundings.get(case, ()):
         coded, decoded = encoded(arguments, text)
         with nan_in_new_tensors():
             out = experts_op.launch(*coded)

@@ -180,8 +180,7 @@ def groups() -> list[str]:
 
 
 def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
-    """Each has a GPU of its own; whoever starts them, they are there; a start that fails says why, in a line, and
-    gives back what it had."""
+    """Each has a GPU of its own; a start that fails says why, in a line, and gives back what it had."""
     assert sorted(map(str, gpus_of_two_replicas())) == ["0", "1"]
     config = resolve(EngineOptions(device="cpu", mode="eager"))
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
@@ -191,15 +190,21 @@ def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
         with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
             core.start(order)
         core.close(0)
-    engine = ENGINE | {"data_parallel_size": 2, "distributed_executor": "ray"}
     with pytest.raises(EngineDeadError, match=r"killed by SIGKILL.*, on node .* of the Ray cluster"):
-        LLM(**engine | {"logits_processors": [KILLED_AT_START]})
+        LLM(**ENGINE | ON_RAY | {"logits_processors": [KILLED_AT_START]})
     assert groups() == ["REMOVED"]
-    in_another_process = AsyncLLM(**engine)
+
+
+@pytest.mark.shown_by(
+    "processes/test_ray.py::test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed",
+    "processes/test_ray.py::test_replicas_in_the_cluster_of_this_process",
+)
+def test_replicas_of_another_process_in_the_cluster_of_this_one(own_cluster: None) -> None:
+    engine = AsyncLLM(**ENGINE, **ON_RAY)
     try:
-        assert sorted(groups()) == ["CREATED", "REMOVED"]
+        assert groups() == ["CREATED"]
     finally:
-        run(in_another_process.shutdown())
+        run(engine.shutdown())
 
 
 def test_a_node_that_differs_from_the_driver_is_told_apart() -> None:

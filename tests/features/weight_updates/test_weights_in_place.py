@@ -37,7 +37,7 @@ def _written(write: Any, layout: Any) -> Any:
 WIDE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }

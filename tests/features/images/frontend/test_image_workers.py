@@ -63,23 +63,6 @@ def test_a_process_that_ends_costs_its_image_alone(processing: MediaProcessing) 
     assert submit(processing, source(1)).inputs.keys() == before.inputs.keys()
 
 
-def test_errors_end_no_process(processing: MediaProcessing) -> None:
-    submit(processing, source())
-    known = {worker.pid for worker in workers()}
-    for content in (b"no image", as_file(picture(30, 20))[:100], as_file(picture(30, 20), "TIFF")):
-        with pytest.raises(ValueError, match="image"):
-            submit(processing, content)
-    assert {worker.pid for worker in workers()} == known
-
-
-def test_equal_images_at_once_are_processed_once(processing: MediaProcessing) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda number: submit(processing, source(number % 2)), range(8)))
-    assert {image.key for image in found} == {found[0].key, found[1].key}
-    metrics = processing.metrics()
-    assert (metrics["mm_cache_queries"], metrics["mm_cache_hits"]) == (8, 6)
-
-
 def test_nothing_is_left_when_it_is_closed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     processing = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
@@ -94,6 +77,7 @@ def test_nothing_is_left_when_it_is_closed(folder: Path, tmp_path: Path, monkeyp
 
 
 def test_images_for_which_nobody_waits_never_begin(processing: MediaProcessing) -> None:
+    """Processes that start give the caller time to leave."""
     sources = [read_source("image", source(seed), 1 << 20) for seed in range(4)]
     first = [processing.submit(each, {}) for each in sources[:2]]  # there are two processes
     left, kept = (processing.submit(each, {}) for each in sources[2:])
@@ -192,3 +176,36 @@ def test_the_cache_drops_the_least_recently_used() -> None:
     assert cache.num_bytes == 300
     cache.clear()
     assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+# Below are the tests whose processes go on, so that one start serves them all; those above count all that run.
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Iterator[MediaProcessing]:
+    made = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 2, 1 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shared(started: MediaProcessing) -> MediaProcessing:
+    """Two processes that process images, and an empty cache."""
+    started.cache.clear()
+    return started
+
+
+def test_errors_end_no_process(shared: MediaProcessing) -> None:
+    submit(shared, source())
+    known = {worker.pid for worker in workers()}
+    for content in (b"no image", as_file(picture(30, 20))[:100], as_file(picture(30, 20), "TIFF")):
+        with pytest.raises(ValueError, match="image"):
+            submit(shared, content)
+    assert {worker.pid for worker in workers()} == known
+
+
+def test_equal_images_at_once_are_processed_once(shared: MediaProcessing) -> None:
+    before = shared.metrics()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda number: submit(shared, source(number % 2)), range(8)))
+    assert {image.key for image in found} == {found[0].key, found[1].key}
+    gained = {name: after - before[name] for name, after in shared.metrics().items()}
+    assert (gained["mm_cache_queries"], gained["mm_cache_hits"]) == (8, 6)
