@@ -1,4 +1,4 @@
-"""Compute a tower's inputs on the host, from the processor's output for several images.
+"""Compute a tower's inputs from the processor's output for several images, all but the pixels on the host.
 
 All that depends on the sizes of the images is computed here, so that one graph serves all of them. The first dimension
 of a grid's inputs is embeddings: each has merged_patches patches, which follow each other. Letters in names: E
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ import torch
 
 from compiled_engine.attention.inputs import ATTENTION_TENSORS, StepTensor, packed_inputs
 from compiled_engine.models.foreign.description import IMPORTING
+from compiled_engine.models.vision.pixel_codes import CODES, NUM_VALUES, PIXELS, TABLE, look_up
 from compiled_engine.vision import MOST_ASPECT, VisionDescription
 
-# Names of the processor's output.
-PIXELS, GRIDS, SIZES, MASK = "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"
+# Names of the processor's output, besides PIXELS.
+GRIDS, SIZES, MASK = "image_grid_thw", "image_sizes", "pixel_attention_mask"
 POSITIONS = "image_position_ids"  # [1, patches, 2], columns and rows, -1 for padding
 
 
@@ -40,10 +42,11 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
     """
     name = description.architecture
     sizes = (SIZES,) if description.resolutions else () if description.tile_size else (_name_of_grids(description),)
-    needed = {PIXELS, *sizes}
-    if missing := needed - image.keys():
+    is_coded = takes_codes(description) and CODES in image
+    pixels = (CODES, TABLE) if is_coded else (PIXELS,)
+    if missing := {*pixels, *sizes} - image.keys():
         raise ValueError(f"the processor's output lacks {', '.join(sorted(missing))}, which {name} needs")
-    shape = tuple(image[PIXELS].shape)
+    shape = tuple(image[pixels[0]].shape)
     if description.tile_size:
         tile = (description.num_channels, description.tile_size, description.tile_size)
         if len(shape) < 3 or shape[-3:] != tile or 0 in shape:
@@ -63,12 +66,22 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
     if (most := description.most_rows) and max(grid) > most:
         raise ValueError(f"the processor's output has the grid {grid}; allowed for {name}: at most {most} on a side")
     expected: tuple[int, ...] = (math.prod(grid), description.patch_elements)
+    if is_coded:
+        expected = (math.prod(grid), description.num_channels, description.patch_size**2)
+        table = (description.num_channels, NUM_VALUES)
+        if tuple(image[TABLE].shape) != table:
+            raise ValueError(f"the table of pixels has the shape {list(image[TABLE].shape)}; allowed: {list(table)}")
     if description.stated_positions:
         expected = (1, image[POSITIONS].shape[1], description.patch_elements)
         if not torch.equal(image[POSITIONS].long(), _stated_positions(grid, expected[1])):
             raise ValueError(f"the processor's output has other positions than those of a grid {grid}, row by row")
     if shape != expected:
         raise ValueError(f"the processor's output has the shape {list(shape)}; allowed for {name}: {list(expected)}")
+
+
+def takes_codes(description: VisionDescription) -> bool:
+    """Return whether an image may have codes of its pixels (pixel_codes.py): one of a grid without padding."""
+    return not description.tile_size and not description.stated_positions
 
 
 def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -110,7 +123,11 @@ def _stated_positions(grid: Sequence[int], length: int) -> torch.Tensor:
 def _by_embedding(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the pixels of a grid's patches, [E, U, X], without padding."""
     if not description.stated_positions:
-        return image[PIXELS].unflatten(0, (-1, description.merged_patches))
+        if CODES in image:
+            pixels_PX = look_up(image[CODES], image[TABLE], description.temporal_patch_size)
+        else:
+            pixels_PX = image[PIXELS]
+        return pixels_PX.unflatten(0, (-1, description.merged_patches))
     merge, (_, rows, columns) = description.merge_size, _grid_of_patches(description, image)
     pixels_PX = image[PIXELS].flatten(0, -2)[: rows * columns]
     by_row = pixels_PX.view(rows // merge, merge, columns // merge, merge, description.patch_elements)
@@ -175,7 +192,8 @@ def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str
         length = math.prod(grid)
         pixels = torch.zeros(1, length, description.patch_elements)
         return {PIXELS: pixels, POSITIONS: _stated_positions(grid, length)}
-    return {PIXELS: torch.zeros(math.prod(grid), description.patch_elements), GRIDS: torch.tensor([grid])}
+    codes = torch.zeros(math.prod(grid), description.num_channels, description.patch_size**2, dtype=torch.uint8)
+    return {CODES: codes, TABLE: torch.zeros(description.num_channels, NUM_VALUES), GRIDS: torch.tensor([grid])}
 
 
 def largest_images(description: VisionDescription, num_embeddings: int) -> list[dict[str, torch.Tensor]]:
@@ -253,11 +271,12 @@ def tower_arguments(description: VisionDescription) -> tuple[str, ...]:
 def tower_inputs(
     description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tower's inputs for these images, on the CPU, by the names of `tower_tensors`. dtype: the tower's.
+    """Return the tower's inputs for these images, by the names of `tower_tensors`. dtype: the tower's.
 
-    images: the processor's output for each image. Grids have pixel_values [patches, elements] and image_grid_thw [1, 3]
-    or [3], or pixel_values [1, patches, elements] and image_position_ids [1, patches, 2]. Tiles have pixel_values of
-    one or several tiles.
+    images: the processor's output for each image. Grids have pixel_values [patches, elements], or their codes, and
+    image_grid_thw [1, 3] or [3], or pixel_values [1, patches, elements] and image_position_ids [1, patches, 2]. Tiles
+    have pixel_values of one or several tiles. Pixels may be on any device, the same for all, and remain there; all
+    else is on the CPU.
     """
     found = (_of_tiles if description.tile_size else _of_grids)(description, images)
     tensors = tower_tensors(description, dtype)
@@ -277,9 +296,9 @@ def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torc
     return found
 
 
-def _joined(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the pixels of all images as one tensor; those of a single image are not copied."""
-    return pixels[0] if len(pixels) == 1 else torch.cat(list(pixels))
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the images' tensors, one after the other; that of a single image is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
@@ -288,30 +307,35 @@ def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
 
 
 def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    vision_utils = _vision_utils()
-    merge, merged = description.merge_size, description.merged_patches
-    grids_I3 = torch.tensor([_grid_of_patches(description, image) for image in images])
+    grids = [tuple(_grid_of_patches(description, image)) for image in images]
     pixels_EUX = _joined([_by_embedding(description, image) for image in images])
-    positions_P2 = vision_utils.get_vision_position_ids(grids_I3, merge)
+    lens = [height * width for frames, height, width in grids for _ in range(frames)]
+    found = {"pixels_EUX": pixels_EUX, **packed_inputs(len(pixels_EUX), lens)}
+    places = [_of_grid(description, grid) for grid in grids]
+    found |= {name: _joined([each[name] for each in places]) for name in places[0]}
+    if description.window_size:
+        found["window_order_E"], found["window_starts_W1"] = _vision_utils().get_vision_window_index(
+            torch.tensor(grids), description.merge_size, description.window_size, description.patch_size
+        )
+        found["window_lens_W"] = found["window_starts_W1"].diff()
+    return found
+
+
+@lru_cache(maxsize=32)  # images often have the same few sizes
+def _of_grid(description: VisionDescription, grid: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return the inputs that follow from an image's grid alone, and not from images before it. They are read only."""
+    grids_13 = torch.tensor([grid])
+    merge, merged = description.merge_size, description.merged_patches
+    positions_P2 = _vision_utils().get_vision_position_ids(grids_13, merge)
     if description.stated_positions:
         positions_P2 = positions_P2.flip(-1)  # columns come before rows
-    lens = [height * width for frames, height, width in grids_I3.tolist() for _ in range(frames)]
-    found = {
-        "pixels_EUX": pixels_EUX,
-        "positions_EU2": positions_P2.unflatten(0, (-1, merged)),
-        **packed_inputs(len(pixels_EUX), lens),
-    }
+    found = {"positions_EU2": positions_P2.unflatten(0, (-1, merged))}
     if description.table_side:
-        rows_P4, weights_P4 = vision_utils.get_vision_interpolation_indices_and_weights(
-            grids_I3, description.table_side, align_corners=True, spatial_merge_size=merge
+        rows_P4, weights_P4 = _vision_utils().get_vision_interpolation_indices_and_weights(
+            grids_13, description.table_side, align_corners=True, spatial_merge_size=merge
         )
         found["table_rows_EU4"] = rows_P4.unflatten(0, (-1, merged))
         found["table_weights_EU4"] = weights_P4.unflatten(0, (-1, merged))
-    if description.window_size:
-        found["window_order_E"], found["window_starts_W1"] = vision_utils.get_vision_window_index(
-            grids_I3, merge, description.window_size, description.patch_size
-        )
-        found["window_lens_W"] = found["window_starts_W1"].diff()
     return found
 
 

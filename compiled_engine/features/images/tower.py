@@ -16,6 +16,7 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.models.vision.inputs import blank_image, largest_images, num_embeddings, tower_inputs
+from compiled_engine.models.vision.pixel_codes import CODES, OF_PIXELS
 from compiled_engine.models.vision.tower_config import tower_config
 from compiled_engine.models.vision.weights import tower_names
 from compiled_engine.parallel.group import Group
@@ -73,10 +74,8 @@ class Tower:
 
         images: the processor's output for each image, on the CPU. Does not wait for the device.
         """
-        inputs = tower_inputs(self.description, images, self.config.model.dtype)
-        given = {name: tensor if name in self._on_host else self._on_device(tensor) for name, tensor in inputs.items()}
         with torch.no_grad():
-            embeddings: torch.Tensor = self._forward(*self._signature.passed(given))
+            embeddings: torch.Tensor = self._forward(*self._signature.passed(self._inputs(images)))
         return embeddings
 
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
@@ -106,6 +105,17 @@ class Tower:
         """Return the number of embeddings of an image."""
         return num_embeddings(self.description, image)
 
+    def _inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+        """Return the inputs of the forward. Pixels are uploaded image by image, and joined on the device."""
+        uploaded = [{name: self._uploaded(name, tensor) for name, tensor in image.items()} for image in images]
+        inputs = tower_inputs(self.description, uploaded, self.config.model.dtype)
+        return {name: tensor if name in self._on_host else self._on_device(tensor) for name, tensor in inputs.items()}
+
+    def _uploaded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in OF_PIXELS:
+            return tensor
+        return self._on_device(tensor if name == CODES else tensor.to(self.config.model.dtype))
+
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         device = self.config.device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)

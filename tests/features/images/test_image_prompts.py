@@ -183,7 +183,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         )
     ],
     QWEN: [
-        ({"patch_size": 8}, r"has the shape \[\d+, 384\]; allowed for Qwen3VL.*: \[\d+, 96\]"),
+        ({"patch_size": 8}, r"has the shape \[\d+, 3, 64\]; allowed for Qwen3VL.*: \[\d+, 3, 16\]"),
         ({"merge_size": 1}, r"\['image'\]: the processor's output has the grid"),
         ({"size": {"shortest_edge": 4096, "longest_edge": 20000}}, r"has \d+ embeddings; allowed: 1 to 64"),
     ],
@@ -260,7 +260,8 @@ def test_images_are_held_only_until_they_are_sent(
         images = engine.features.images
         assert (images.most_bytes(1) > 0, images.held_bytes) == (True, 0)
         attached = [await engine.attach(prompt) for _ in range(2)]
-        assert images.held_bytes == 36 * 96 * 4 + 9 * 8 + 3 * 8
+        bytes_of_table = 3 * 256 * 4
+        assert images.held_bytes == 36 * 48 + bytes_of_table + 9 * 8 + 3 * 8
         outputs = engine.generate(attached.pop(), LONG)
         assert not (await anext(outputs)).finished
         attached.clear()

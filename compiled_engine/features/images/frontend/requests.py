@@ -159,12 +159,13 @@ class ImageRequests(RequestFeature):
 
     def require_fit(self, image: ProcessedMedia) -> None:
         """Raise ValueError unless the engine can compute a processed image."""
-        from compiled_engine.models.vision.inputs import PIXELS, check_image, num_embeddings
+        from compiled_engine.models.vision.inputs import check_image, num_embeddings
+        from compiled_engine.models.vision.pixel_codes import OF_PIXELS
 
         assert self.images is not None
         vision = self.images.vision
         tensors = {
-            name: each.without_data() if name == PIXELS else each.tensor() for name, each in image.inputs.items()
+            name: each.without_data() if name in OF_PIXELS else each.tensor() for name, each in image.inputs.items()
         }
         check_image(vision, tensors)
         count, places = num_embeddings(vision, tensors), image.token_ids.count(vision.image_token_id)

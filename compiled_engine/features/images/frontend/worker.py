@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 if TYPE_CHECKING:
     import PIL.Image
     from transformers import ProcessorMixin
+
+    from compiled_engine.features.images.frontend.pixel_coding import PixelCoding
 
 # A worker that takes longer for an image ends, and so does its image.
 LONGEST_S = 60
@@ -68,15 +71,19 @@ def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
 def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, order: dict[str, Any]) -> None:
     import torch
 
+    from compiled_engine.features.images.frontend.pixel_coding import PixelCoding
+
     torch.set_num_threads(order["threads"])
     bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
+    coding = PixelCoding(processor.image_processor, partial(_outputs, processor))  # type: ignore[attr-defined]
+    coding.table({})  # before an image waits for it
     for message in messages:
         if not message:
             answer({"usable": True})
             continue
         signal.alarm(LONGEST_S)
         try:
-            answer(_processed(message, processor, order))
+            answer(_processed(message, processor, coding, order))
         except _Unwritable as error:
             answer({"error": f"the pixels of an image cannot be written: {error}", "internal": True})
         except MemoryError:
@@ -133,23 +140,30 @@ def _processor_class(folder: Path) -> Any:
     return PROCESSOR_MAPPING[type(config)]
 
 
-def _processed(message: Mapping[str, Any], processor: ProcessorMixin, order: Mapping[str, Any]) -> dict[str, Any]:
-    import torch
-
-    placeholder: str = processor.image_token  # type: ignore[attr-defined]
-    image = decoded(message, order["max_pixels"])
+def _outputs(processor: ProcessorMixin, image: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the processor's outputs for an image and one placeholder, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated settings, for each image anew
-        features = processor(
+        outputs = processor(
             images=[image],
-            text=[placeholder],
+            text=[processor.image_token],  # type: ignore[attr-defined]
             add_special_tokens=False,
             return_tensors="pt",
-            **message["settings"],
+            **settings,
         )
-    (token_ids,) = features.pop("input_ids").tolist()
+    return dict(outputs)
+
+
+def _processed(
+    message: Mapping[str, Any], processor: ProcessorMixin, coding: PixelCoding, order: Mapping[str, Any]
+) -> dict[str, Any]:
+    import torch
+
+    image = decoded(message, order["max_pixels"])
+    outputs = coding.process(image, message["settings"])
+    (token_ids,) = outputs.pop("input_ids").tolist()
     tensors, pixels = [], list[Any]()
-    for name, value in features.items():
+    for name, value in outputs.items():
         if name in _OF_TEXT or not isinstance(value, torch.Tensor):
             continue
         tensor = value.to(getattr(torch, order["dtype"])) if value.is_floating_point() else value
@@ -163,7 +177,7 @@ def _processed(message: Mapping[str, Any], processor: ProcessorMixin, order: Map
     tokenizer = processor.tokenizer
     return {
         "token_ids": token_ids,
-        "placeholder": tokenizer.convert_tokens_to_ids(placeholder),
+        "placeholder": tokenizer.convert_tokens_to_ids(processor.image_token),  # type: ignore[attr-defined]
         "tensors": tensors,
     }
 

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from compiled_engine.config import ImageInput, ImagesConfig
 from compiled_engine.engine.messages import EngineRequest
-from compiled_engine.features.images.extras import images_of
+from compiled_engine.features.images.extras import PromptImage, images_of
 from compiled_engine.features.images.frontend.download import Downloader, Target
 from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles
 from compiled_engine.features.images.frontend.requests import ImageRequests
@@ -28,6 +28,7 @@ from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.frontend.prompts import parse_prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.models.vision.pixel_codes import CODES, OF_PIXELS, PIXELS, TABLE, look_up
 from compiled_engine.process.smallest_first import never
 from compiled_engine.sampling.params import SamplingParams
 
@@ -88,6 +89,12 @@ class Inputs:
         return ids, structs.replace(images, images=whole)
 
 
+def pixels_of(image: PromptImage) -> torch.Tensor:
+    """Return an image's pixels as the tower reads them."""
+    tensors = {name: each.tensor() for name, each in image.inputs.items()}
+    return look_up(tensors[CODES], tensors[TABLE], num_frames=2) if CODES in tensors else tensors[PIXELS]
+
+
 # Their processor of images is that of Qwen 3 VL, and a process for each takes seconds to start.
 SAME_PROCESSOR = ("Qwen2VL", "Qwen2_5_VL", "Qwen3_5")
 SHOWN = pytest.mark.shown_by(
@@ -116,10 +123,11 @@ def test_tokens_and_pixels_are_those_of_the_processor(inputs: Inputs, text: str)
     assert list(ids) == expected["input_ids"][0].tolist()
     for image, one in zip(images.images, given, strict=True):
         alone = inputs.theirs(text=[inputs.placeholder], images=[one], return_tensors="pt")
-        for name, tensor in image.inputs.items():
-            assert torch.equal(tensor.tensor(), alone[name]), name
+        assert torch.equal(pixels_of(image), alone["pixel_values"])
+        for name in image.inputs.keys() - OF_PIXELS:
+            assert torch.equal(image.inputs[name].tensor(), alone[name]), name
     if not inputs.pads:
-        pixels = torch.cat([image.inputs["pixel_values"].tensor() for image in images.images])
+        pixels = torch.cat([pixels_of(image) for image in images.images])
         assert torch.equal(pixels, expected["pixel_values"])
     covered = [place for image in images.images for first, count in image.runs for place in range(first, first + count)]
     assert covered == [place for place, token_id in enumerate(ids) if token_id == inputs.image_token]
@@ -144,7 +152,7 @@ def test_every_mode_is_converted_as_the_processor_converts_it(inputs: Inputs, mo
 
     _, images = inputs.run({"prompt": inputs.placeholder, "multi_modal_data": {"image": image}})
 
-    assert torch.equal(images.images[0].inputs["pixel_values"].tensor(), expected)
+    assert torch.equal(pixels_of(images.images[0]), expected)
 
 
 def test_forms_of_an_image_are_equal_and_have_keys_of_their_own(inputs: Inputs, tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_forms_of_an_image_are_equal_and_have_keys_of_their_own(inputs: Inputs, 
 
     found = [inputs.run({"prompt": inputs.placeholder, "multi_modal_data": {"image": [form]}})[1] for form in forms]
 
-    pixels = [each.images[0].inputs["pixel_values"].tensor() for each in found]
+    pixels = [pixels_of(each.images[0]) for each in found]
     assert all(torch.equal(each, pixels[0]) for each in pixels)
     keys = [each.images[0].key for each in found]
     assert keys[1] == keys[2]
@@ -169,7 +177,7 @@ def test_settings_of_the_processor_change_the_key(inputs: Inputs) -> None:
 
     plain, changed = inputs.run(prompt)[1], inputs.run({**prompt, "mm_processor_kwargs": settings})[1]
 
-    assert torch.equal(changed.images[0].inputs["pixel_values"].tensor(), expected["pixel_values"])
+    assert torch.equal(pixels_of(changed.images[0]), expected["pixel_values"])
     assert plain.images[0].key != changed.images[0].key
 
 
@@ -238,5 +246,28 @@ def test_bfloat16_is_rounded_as_transformers_rounds_it(tmp_path: Path) -> None:
     _, images = inputs.run({"prompt": inputs.placeholder, "multi_modal_data": {"image": image}})
     inputs.requests.close()
 
-    assert torch.equal(images.images[0].inputs["pixel_values"].tensor(), expected["pixel_values"])
+    assert torch.equal(pixels_of(images.images[0]), expected["pixel_values"])
     assert torch.equal(images.images[0].inputs["image_grid_thw"].tensor(), expected["image_grid_thw"])
+
+
+SETTINGS: tuple[tuple[dict[str, Any], bool], ...] = (
+    ({"size": {"shortest_edge": 1024, "longest_edge": 2048}}, True),
+    ({"do_rescale": False}, True),
+    ({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.3, 0.2, 0.1]}, True),
+    ({"images_kwargs": {"do_normalize": False}}, False),
+)
+
+
+def test_pixels_of_grids_come_as_bytes_without_copies_of_frames(inputs: Inputs) -> None:
+    """Tiles, and patches that may be padding, come as the processor returns them."""
+    image = picture(70, 50, seed=7)
+    for settings, is_coded in (({}, inputs.has_positions), *(SETTINGS if inputs.has_positions else ())):
+        values = inputs.theirs(text=[inputs.placeholder], images=[image], return_tensors="pt", **settings)[PIXELS]
+
+        prompt = {"prompt": inputs.placeholder, "multi_modal_data": {"image": image}, "mm_processor_kwargs": settings}
+        (found,) = inputs.run(prompt)[1].images
+
+        assert torch.equal(pixels_of(found), values)
+        num_bytes = sum(len(found.inputs[name].data) for name in found.inputs.keys() & OF_PIXELS)
+        of_table = 3 * 256 * values.element_size()
+        assert num_bytes == (values.numel() // 2 + of_table if is_coded else values.numel() * values.element_size())
