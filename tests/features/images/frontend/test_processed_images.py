@@ -260,9 +260,9 @@ SETTINGS: tuple[tuple[dict[str, Any], bool], ...] = (
 
 def test_pixels_of_grids_come_as_bytes_without_copies_of_frames(inputs: Inputs) -> None:
     """Tiles, and patches that may be padding, come as the processor returns them."""
-    image = picture(70, 50, seed=7)
+    image, theirs = picture(70, 50, seed=7), inputs.theirs
     for settings, is_coded in (({}, inputs.has_positions), *(SETTINGS if inputs.has_positions else ())):
-        values = inputs.theirs(text=[inputs.placeholder], images=[image], return_tensors="pt", **settings)[PIXELS]
+        values = theirs(text=[inputs.placeholder], images=[image], return_tensors="pt", **settings)[PIXELS]
 
         prompt = {"prompt": inputs.placeholder, "multi_modal_data": {"image": image}, "mm_processor_kwargs": settings}
         (found,) = inputs.run(prompt)[1].images
