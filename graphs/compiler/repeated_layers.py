@@ -7,6 +7,7 @@ compute the same function of these values. If they do not, nothing is copied, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from compiled_engine.graphs.compiler.layer_slices import Slice, insert_slice, slice_of
 from compiled_engine.graphs.compiler.traced_layers import LayerClass, TracedLayers
 from compiled_engine.passes.framework.graph_inputs import source_of
 
@@ -46,10 +48,10 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
 def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
     """Return the ops of each traced layer, in order, by the layer's number.
 
-    A layer begins at the first use of one of its graph inputs (parameters and KV cache). Ops before the first layer
-    belong to no layer, and neither do sizes that follow from the arguments alone. Returns None if a layer's inputs are
-    used after a later layer has begun, if inputs of a layer that was not to be traced are used, or if a layer has no
-    ops.
+    A layer begins at the first use of one of its inputs: parameters, KV cache and slices, see `layer_of`. Ops before
+    the first layer belong to no layer, and neither do sizes that follow from the arguments alone. Returns None if a
+    layer's inputs are used after a later layer has begun, if inputs of a layer that was not to be traced are used, or
+    if a layer has no ops.
     """
     segments: Segments = {number: [] for number in layers.numbers}
     current: int | None = None
@@ -148,8 +150,11 @@ def _equal(number: int, template: int, segments: Segments, taken: Taken, layers:
                 return is_given and stands_for.setdefault(expected, value) is value
             if layers.layer_of(expected) is None:
                 return value is expected
-            source = layers.of_layer(source_of(expected), number)
-            return layers.layer_of(value) == number and source_of(value) == source
+            if layers.layer_of(value) != number:
+                return False
+            if (sliced := slice_of(expected)) is not None:
+                return slice_of(value) == sliced._replace(place=number)
+            return slice_of(value) is None and source_of(value) == layers.of_layer(source_of(expected), number)
         if isinstance(expected, list | tuple):
             return type(value) is type(expected) and len(value) == len(expected) and all(map(same, value, expected))
         if isinstance(expected, dict):
@@ -181,6 +186,7 @@ def _fill(
     Layer `behind` then reads the results of the last copy.
     """
     inputs = graph.find_nodes(op="placeholder")
+    slices = {found: node for node in graph.nodes if (found := slice_of(node)) is not None}
     last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
     newest = taken[behind]
     for number in range(before + 1, behind):
@@ -192,6 +198,10 @@ def _fill(
                 last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{number}")
             source, fake = layers.of_layer(source_of(node), number), _another(node.meta["val"])
             last_input.meta = node.meta | {"source": source, "val": fake}
+        for found, node in list(slices.items()):
+            if layers.layer_of(node) == template:
+                own = found._replace(place=number)
+                copies[node] = slices[own] = insert_slice(graph, own, behind=_before(slices, own))
         with graph.inserting_before(segments[behind][0]):
             for node in segments[template]:
                 copies[node] = graph.node_copy(node, partial(_copied, copies))
@@ -200,6 +210,12 @@ def _fill(
         for node in segments[behind]:
             node.replace_input_with(value, newer)
     taken[behind] = newest
+
+
+def _before(slices: Mapping[Slice, fx.Node], own: Slice) -> fx.Node:
+    """Return the node of the slice before `own` in the same tensor, or the tensor's node if there is none."""
+    earlier = [found for found in slices if found[:2] == own[:2] and found.place < own.place]
+    return slices[max(earlier, key=lambda found: found.place)] if earlier else own.tensor
 
 
 def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

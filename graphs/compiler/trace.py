@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.functional import to_aten, write_out_constants
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
+from compiled_engine.graphs.compiler.layer_slices import slices_first
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
 from compiled_engine.graphs.compiler.signature import Signature
@@ -165,6 +166,7 @@ def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool
     if hasattr(model, "layers_path"):  # foreign code
         every_batch = CompileRange(1, signature.most_tokens)
         lowering = lower(module.graph, every_batch, device, strict=strict, verify=verify)
+        slices_first(module.graph)
     module.recompile()
     return TracedGraph(
         signature=signature,

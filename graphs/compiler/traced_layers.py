@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from compiled_engine.graphs.compiler.layer_slices import slice_of
 from compiled_engine.models.textbook.layers import LayerStack
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.parameter import Parameter
@@ -78,7 +79,12 @@ class TracedLayers:
         return [number for number in self.numbers if self.classes[number] == layer_class]
 
     def layer_of(self, node: fx.Node) -> int | None:
-        """Return the number of the layer that has a placeholder's parameter or KV cache; None for other nodes."""
+        """Return the number of the layer whose parameter, KV cache or slice a node is; None for any other node.
+
+        A slice belongs to a layer if its tensor has one for each layer, see layer_slices.py.
+        """
+        if (sliced := slice_of(node)) is not None:
+            return sliced.place if sliced.places == len(self.stack) else None
         if node.op != "placeholder" or source_of(node).kind == "size":
             return None
         found = self._numbered(source_of(node).name)

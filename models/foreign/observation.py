@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -102,6 +102,14 @@ class _Mask:
         return _sight_of(self.function)
 
 
+class _Slice(NamedTuple):
+    """A slice that the model's code takes outside of its layers, such as a layer's part of Gemma 4's embeddings."""
+
+    tensor: Any  # described
+    dim: int
+    place: int
+
+
 class _Observer(TorchDispatchMode):
     """Records attention calls, masks, and each layer's ops with their inputs."""
 
@@ -136,16 +144,20 @@ class _Observer(TorchDispatchMode):
             return result
         ops = self.ops.setdefault(-1 if self.layer is None else self.layer, [])
         ops.append((str(func), tree_map(self._described, args), tree_map(self._described, kwargs or {})))
+        is_slice = self.layer is None and func is torch.ops.aten.select.int
         for place, leaf in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(leaf, torch.Tensor):
+                name = _Slice(self._described(args[0]), *args[1:]) if is_slice else (len(ops), place)
                 self._kept.append(leaf)  # kept alive, so that its id is not reused
-                self._origin[id(leaf)] = (self.layer, (len(ops), place))
+                self._origin[id(leaf)] = (self.layer, name)
         return result
 
     def _described(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return repr(value)
         layer, name = self._origin.get(id(value), (None, None))
+        if isinstance(name, _Slice) and name.place == self.layer:  # equal layers read their own slices
+            name = "slice of the layer", name.tensor, name.dim
         if layer is None or self.layer is None or layer == self.layer:
             return name, tuple(value.shape), str(value.dtype)
         return ("of layer", layer - self.layer, name), tuple(value.shape), str(value.dtype)

@@ -395,19 +395,32 @@ def test_few_layers_of_a_speech_model_are_traced(
     assert computed(few) == computed(every)
 
 
-# Type of a model of transformers' code, its fields, and which of its layers are traced.
+# Type of a model of transformers' code, its fields, which of its layers are traced, and how many pieces differ.
 _MIXERS = ["linear_attention", "mlp"] * 5 + ["full_attention", "mlp"]
+# The last five layers read earlier keys, and each layer has its own part of the embeddings.
+_GEMMA = {
+    **{"num_hidden_layers": 11, "num_kv_shared_layers": 5, "attention_k_eq_v": False, "enable_moe_block": False},
+    **{"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 4, "full_attention"]},
+    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131},
+}
 FOREIGN = [
     # The loop over layers reads `block_type` of each; the only attention is behind a mixer and before an MLP.
-    ("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11)),
-    ("deepseek_v3", {"num_hidden_layers": 6}, (0, 1, 2, 5)),  # attention of a class of ours
-    ("bloom", {"num_hidden_layers": 5}, (0, 1, 4)),
+    ("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11), 5),
+    # Attention of a class of ours, and slices that are the same for all layers: parts of complex numbers.
+    ("deepseek_v2", {"num_hidden_layers": 6, "first_k_dense_replace": 1}, (0, 1, 2, 5), 4),
+    ("bloom", {"num_hidden_layers": 5}, (0, 1, 4), 3),
+    ("gemma4_text", _GEMMA, (0, 1, 3, 4, 5, 6, 7, 9, 10), 7),
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "numbers"), FOREIGN)
+@pytest.mark.parametrize(("name", "fields", "numbers", "num_pieces"), FOREIGN)
 def test_few_layers_of_transformers_code_are_traced(
-    name: str, fields: dict[str, Any], numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str,
+    fields: dict[str, Any],
+    numbers: tuple[int, ...],
+    num_pieces: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     write_checkpoint(tmp_path, replace(family(name), changes={**family(name).changes, **fields}))
     config = resolve(EngineOptions(model=tmp_path, load_format="dummy", device="cpu", skip_tokenizer_init=True))
@@ -417,3 +430,5 @@ def test_few_layers_of_transformers_code_are_traced(
     monkeypatch.setattr(trace_module, "traced_layers", lambda model: ())
     every = trace(model_of(config), signature)
     assert computed(few) == computed(every)
+    _, pieces = make_plan(few.module.graph, split(few.module.graph))
+    assert len(pieces) == num_pieces
