@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         web_page=False,
         admin_api_key=("admin",),
     )
-    engine = AsyncLLM(path / "base", core="in_process", skip_tokenizer_init=True, **OPTIONS)
+    engine = AsyncLLM(path / "base", mode="eager", core="in_process", skip_tokenizer_init=True, **OPTIONS)
     server = RunningServer(engine, options)
     server.start()
     try:
