@@ -158,4 +158,4 @@ def test_a_compiled_step_reads_what_its_bound_counts() -> None:
         assert read_bytes == sizes.weight_bytes - (0 if compile_range.small else model.lm_head.weight.nbytes)
         caches = [source.name for source in read if source.kind == "argument" and "kv_caches" in source.name]
         assert sorted(caches) == sorted(f"kv_caches.{layer}" for layer in range(num_layers))
-    assert block_bytes(config) == config.cache.block_size * num_layers * sizes.kv_bytes_per_token
+    assert block_bytes(config) == config.cache.block_size * sum(layer.kv_bytes for layer in sizes.attention)
