@@ -80,7 +80,7 @@ def main() -> None:
 
 @loops_to_a_loaded_bound
 def test_in_the_interpreter() -> None:
-    run = interpret(__file__, "-c", "import test_shared_keys; test_shared_keys.main()")
+    run = interpret(__file__, "-c", "import test_key_splits; test_key_splits.main()")
     found = json.loads(run.stdout or "{}")
     assert {name: text for name, (text, _) in found.items() if text} == {}, run.stderr[-2000:]
     shared = {name for name, (_, stored) in found.items() if stored}
