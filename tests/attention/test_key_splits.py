@@ -103,8 +103,13 @@ def test_only_few_tiles_of_long_contexts_are_shared() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("storage", [AUTO, *(elements.name for elements in CODED)])
-@pytest.mark.parametrize("heads", [(4, 1, 128, 0), (32, 8, 128, 0), (6, 2, 80, 900), (8, 1, 256, 0), (2, 1, 512, 0)])
+@pytest.mark.parametrize(
+    ("heads", "storage"),
+    [
+        *(((32, 8, 128, 0), storage) for storage in (AUTO, *(elements.name for elements in CODED))),
+        *((heads, AUTO) for heads in ((4, 1, 128, 0), (6, 2, 80, 900), (8, 1, 256, 0), (2, 1, 512, 0))),
+    ],
+)
 def test_on_a_gpu(heads: tuple[int, int, int, int], storage: str) -> None:
     num_heads, num_kv_heads, head_dim, window = heads
     requests = (*decodes(700, 3), Request(5011, 16), Request(1030, 2), Request(40, 33), Request(0, 4))
