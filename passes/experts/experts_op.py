@@ -16,6 +16,7 @@ import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.passes.experts import experts_mxfp4
+from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
 from compiled_engine.passes.experts.experts_one_token import (
@@ -27,6 +28,7 @@ from compiled_engine.passes.experts.experts_routing import place_kernel, route_k
 from compiled_engine.passes.experts.experts_tiles import (
     MOST_VECTOR_TOKENS,
     GroupedTiles,
+    decodes_first,
     grouped_tiles,
     one_token_tiles,
     packed_tiles,
@@ -163,6 +165,12 @@ class _Weight:
         """Whether the units of MXFP4 codes are those that words_product reads."""
         return self.codes["UNIT"] == self.codes["TILE_COLUMNS"] == UNIT_COLUMNS
 
+    def decoded(self, dtype: torch.dtype) -> _Weight:
+        """Decode a weight in MXFP4. The result takes the memory of the weight in `dtype`."""
+        assert self.scales_ERC is not None
+        values = decoded_weight(self.values, self.scales_ERC, self.codes["TILE_COLUMNS"], self.codes["UNIT"], dtype)
+        return _Weight.of(values, None, None, self.bias_EN, "")
+
     def as_mxfp4(self) -> experts_mxfp4.Codes:
         assert self.scales_ERC is not None
         tile = self.codes["TILE_COLUMNS"], self.codes["UNIT"]
@@ -182,17 +190,20 @@ class _Weights:
     def are_mxfp4(self) -> bool:
         return self.gate_up.is_mxfp4 and self.down.is_mxfp4
 
-    def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool]:
-        """Return (tiles of grouped_kernel, whether it multiplies by words_product)."""
+    def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool, bool]:
+        """Return (tiles of grouped_kernel, whether it uses words_product, whether weights are decoded before it)."""
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
+        sizes = self.gate_up.num_columns, self.down.num_columns
+        if self.are_mxfp4 and decodes_first(num_tokens, share):
+            return grouped_tiles(num_tokens, dtype, *sizes), False, True
         if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
             found = words_tiles(num_tokens, dtype, share)
             if found is not None:
-                return found, True
+                return found, True, False
         if self.gate_up.is_packed or self.down.is_packed:
-            return packed_tiles(num_tokens, dtype, share, self.are_mxfp4), False
-        coded, sizes = self.gate_up.scales_ERC is not None, (self.gate_up.num_columns, self.down.num_columns)
-        return grouped_tiles(num_tokens, dtype, *sizes, coded=coded), False
+            return packed_tiles(num_tokens, dtype, share, self.are_mxfp4), False, False
+        coded = self.gate_up.scales_ERC is not None
+        return grouped_tiles(num_tokens, dtype, *sizes, coded=coded), False, False
 
 
 def launch(
@@ -316,7 +327,7 @@ def _grouped(
     route, width = weights.route, weights.down.num_columns
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
     num_pairs = num_tokens * top_k
-    tiles, in_words = weights.tiles(num_tokens, x_TD.dtype)
+    tiles, in_words, decodes = weights.tiles(num_tokens, x_TD.dtype)
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)
@@ -378,7 +389,8 @@ def _grouped(
         (x_TD, weights.gate_up, hidden_SI, 2 * width, 2 * padded_width, True),
         (hidden_SI, weights.down, y_SD, hidden_size, hidden_size, False),
     )
-    for left, right, out, num_rows, written, gated in products:
+    for left, codes, out, num_rows, written, gated in products:
+        right = codes.decoded(x_TD.dtype) if decodes else codes
         grouped_kernel[(cdiv(written, tiles.rows), num_blocks)](
             left,
             *right.tensors,

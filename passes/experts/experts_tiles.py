@@ -14,6 +14,8 @@ FEW_TOKENS, SOME_TOKENS = 64, 1024
 # The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
 # many experts that decoding them once is faster.
 MOST_VECTOR_TOKENS = 4
+# The least mean number of tokens per expert, at SOME_TOKENS, for which weights in MXFP4 are decoded before the product.
+LEAST_TO_DECODE = 128
 # Token counts after which tiles change.
 TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
 
@@ -72,6 +74,14 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
     if per_expert <= 192 or not by_exponents:
         return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
     return GroupedTiles(tokens=256, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def decodes_first(num_tokens: int, share: float) -> bool:
+    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 128 tokens per expert and more.
+
+    share: fraction of the experts that a token chooses. Beyond the largest of TOKEN_COUNTS, kernels do not change.
+    """
+    return num_tokens > SOME_TOKENS and share * SOME_TOKENS >= LEAST_TO_DECODE
 
 
 def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles | None:

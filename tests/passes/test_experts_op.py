@@ -18,6 +18,9 @@ INTERPRETED = """
 import interpreter
 import torch
 from compiled_engine.passes.experts import experts_op
+from compiled_engine.passes.experts.experts_decoded import decoded_weight
+from compiled_engine.passes.framework.rounding import unit_of
+from compiled_engine.quantisation import Rounding
 from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
 from small_batch_linear_cases import nan_in_new_tensors
 
@@ -52,6 +55,15 @@ for case in (
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-5, f"{case} in words is off by {error(out, decoded)}"
+# Weights that are decoded before the product.
+for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72)):
+    coded, decoded = encoded(arguments_of(Case(1, 3, 2, hidden_size=hidden_size), torch.float32), text)
+    for place in (2, 3):
+        rounding, scales = Rounding.parse(text), coded[place - 8]
+        unit = unit_of(rounding, decoded[place].shape[2])
+        with nan_in_new_tensors():
+            out = decoded_weight(coded[place], scales, rounding.columns, unit, torch.float32)
+        assert torch.equal(out, decoded[place]), f"decoded {text} is wrong"
 print("right")
 """
 

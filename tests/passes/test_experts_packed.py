@@ -10,10 +10,10 @@ import torch
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_experts_op import GATE
 
-from compiled_engine.passes.experts import experts_grouped, experts_mxfp4
+from compiled_engine.passes.experts import experts_decoded, experts_grouped, experts_mxfp4
 from compiled_engine.passes.experts.experts import Experts
 from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS
-from compiled_engine.passes.experts.experts_tiles import packed_tiles, words_tiles
+from compiled_engine.passes.experts.experts_tiles import decodes_first, packed_tiles, words_tiles
 from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.quantisation import ELEMENTS
 
@@ -79,6 +79,24 @@ def test_products_without_tensor_cores_compiled_for_hopper() -> None:
         program = compiled_for_hopper(kernel, constants | sizes, kinds, aligned=aligned, num_warps=num_warps)
         assert stack_bytes(program) == 0
         assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", program.asm["ptx"])
+
+
+def test_decoding_before_the_product_compiled_for_hopper() -> None:
+    """A thread reads and writes 16 bytes at once, and nothing is on a stack."""
+    constants = {"K": 2880, "TILE_COLUMNS": 32, "UNIT": 32, "DEPENDENT_LAUNCH": True}
+    constants |= {"ROWS": experts_decoded.ROWS, "BYTES": experts_decoded.BYTES}
+    kinds = {"codes_ptr": "*u8", "scales_ptr": "*u8"}
+    aligned = ["codes_ptr", "scales_ptr", "out_ptr"]
+    program = compiled_for_hopper(experts_decoded.decode_kernel, constants, kinds, aligned=aligned)
+    assert stack_bytes(program) == 0
+    for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
+        assert re.search(access, program.asm["ptx"])
+
+
+def test_weights_are_decoded_before_products_of_many_tokens_per_expert() -> None:
+    assert not decodes_first(1024, 1)
+    assert decodes_first(1025, 1 / 8)
+    assert not decodes_first(8192, 1 / 16)
 
 
 @pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 4, 1])
