@@ -138,8 +138,9 @@ def grouped_kernel(
     else:
         scale_ptr_N = None
     if IN_WORDS:
-        w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * (K // 2)
-        y_TN = words_product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, K, BLOCK_K, NUM_STAGES)
+        of_expert_ptr = w_ptr + expert * (NUM_ROWS * (K // 2))
+        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // 32))
+        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, BLOCK_K, NUM_STAGES)
     elif PACKED != "":
         y_TN = packed_product(
             x_row_ptr_T,

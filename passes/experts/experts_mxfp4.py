@@ -119,25 +119,41 @@ def prepare_kernel(
 
 @triton.jit
 def _factors(
-    ptr: tl.tensor,
+    ptr_R1: tl.tensor,
+    mask_R1: tl.tensor,
     k: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    mask: tl.tensor,
 ) -> tl.tensor:
-    """Return the scales of words k to k + BLOCK_W, fp32 [M, N, BLOCK_W]. They undo the factors of values and of inputs.
+    """Return the scales of words k to k + BLOCK_W, fp32 [R, BLOCK_W]. They undo the factors of values and of inputs.
 
-    ptr: [M, N, 1], each row's first scale, a byte for each TILE_COLUMNS columns. mask: [M, N, 1], whether it exists.
+    ptr_R1: each row's first scale, a byte for each TILE_COLUMNS columns; mask_R1: whether the row exists.
     """
     WORDS: tl.constexpr = TILE_COLUMNS // 8
     TILES: tl.constexpr = BLOCK_W // WORDS
-    M: tl.constexpr = ptr.shape[0]
-    N: tl.constexpr = ptr.shape[1]
-    tile_11C = k // WORDS + tl.arange(0, TILES)[None, None, :]
-    exponent_MNC = tl.load(ptr + tile_11C, mask=mask & (tile_11C * WORDS < W), other=0).to(tl.uint32)
-    factor_MNC = ((exponent_MNC + EXPONENT) << 23).to(tl.float32, bitcast=True)
-    return tl.reshape(tl.broadcast_to(factor_MNC[:, :, :, None], [M, N, TILES, WORDS]), [M, N, BLOCK_W])
+    R: tl.constexpr = ptr_R1.shape[0]
+    tile_1C = k // WORDS + tl.arange(0, TILES)[None, :]
+    exponent_RC = tl.load(ptr_R1 + tile_1C, mask=mask_R1 & (tile_1C * WORDS < W), other=0).to(tl.uint32)
+    factor_RC = ((exponent_RC + EXPONENT) << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.broadcast_to(factor_RC[:, :, None], [R, TILES, WORDS]), [R, BLOCK_W])
+
+
+@triton.jit
+def _inputs(
+    ptr_X1: tl.tensor, code: tl.constexpr, k: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BLOCK_W: tl.constexpr
+) -> tl.tensor:
+    """Return the inputs of a code of words k to k + BLOCK_W, fp32 [R, BLOCK_W], or [1, BLOCK_W] if X is 1.
+
+    ptr_X1: the inputs of rows x, X + x and so on, [8, W].
+    """
+    X: tl.constexpr = ptr_X1.shape[0]
+    word_1W = k + tl.arange(0, BLOCK_W)[None, :]
+    inputs_XW = tl.load(ptr_X1 + code * W + word_1W, mask=word_1W < W, other=0.0)
+    if X == 1:
+        return inputs_XW
+    else:
+        return tl.reshape(tl.broadcast_to(inputs_XW[None, :, :], [R // X, X, BLOCK_W]), [R, BLOCK_W])
 
 
 @triton.jit
@@ -153,35 +169,35 @@ def _plus_codes(total: tl.tensor, words: tl.tensor, n: tl.constexpr, first: tl.t
 
 @triton.jit
 def _product(
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    inputs_ptr: tl.tensor,
-    mask: tl.tensor,
+    words_ptr_R1: tl.tensor,
+    scales_ptr_R1: tl.tensor,
+    inputs_ptr_X1: tl.tensor,
+    mask_R1: tl.tensor,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products of rows of codes and their inputs, by word and divided by INPUTS, fp32 [M, N, BLOCK_W].
+    """Return the products of R rows of codes and their inputs, fp32 [R].
 
-    words_ptr, scales_ptr: [M, N, 1], each row's first word and scale. inputs_ptr: float32 [1, N, 1] or [1, 1, 1],
-    the inputs of the rows, [8, W]. mask: [M, N, 1], whether the row exists.
+    words_ptr_R1, scales_ptr_R1: each row's first word and scale; mask_R1: whether the row exists. inputs_ptr_X1: see
+    _inputs.
     """
-    acc_MNW = tl.zeros([words_ptr.shape[0], words_ptr.shape[1], BLOCK_W], tl.float32)
+    R: tl.constexpr = words_ptr_R1.shape[0]
+    acc_RW = tl.zeros([R, BLOCK_W], tl.float32)
     for k in tl.static_range(0, W, BLOCK_W):
-        word_11W = k + tl.arange(0, BLOCK_W)[None, None, :]
-        mask_11W = word_11W < W
-        words_MNW = tl.load(words_ptr + word_11W, mask=mask & mask_11W, other=0, eviction_policy="evict_first")
-        words_MNW = words_MNW.to(tl.uint32, bitcast=True)
-        factors_MNW = _factors(scales_ptr, k, W, BLOCK_W, TILE_COLUMNS, mask)
-        sum_MNW = tl.zeros_like(acc_MNW)
+        word_1W = k + tl.arange(0, BLOCK_W)[None, :]
+        mask_RW = mask_R1 & (word_1W < W)
+        words_RW = tl.load(words_ptr_R1 + word_1W, mask=mask_RW, other=0, eviction_policy="evict_first")
+        words_RW = words_RW.to(tl.uint32, bitcast=True)
+        factors_RW = _factors(scales_ptr_R1, mask_R1, k, W, BLOCK_W, TILE_COLUMNS)
+        sum_RW = tl.zeros_like(acc_RW)
         for n in tl.static_range(4):
             # Codes in the low bits of bytes come before those in the high bits.
-            first_ptr_1NW = inputs_ptr + (n % 2 * 4 + n // 2) * W + word_11W
-            first_1NW = tl.load(first_ptr_1NW, mask=mask_11W, other=0.0)
-            last_1NW = tl.load(first_ptr_1NW + 2 * W, mask=mask_11W, other=0.0)
-            sum_MNW = _plus_codes(sum_MNW, words_MNW, n, first_1NW, last_1NW)
-        acc_MNW += sum_MNW * factors_MNW
-    return acc_MNW
+            first_RW = _inputs(inputs_ptr_X1, n % 2 * 4 + n // 2, k, W, R, BLOCK_W)
+            last_RW = _inputs(inputs_ptr_X1, n % 2 * 4 + n // 2 + 2, k, W, R, BLOCK_W)
+            sum_RW = _plus_codes(sum_RW, words_RW, n, first_RW, last_RW)
+        acc_RW += sum_RW * factors_RW
+    return tl.sum(acc_RW, 1) * INPUTS
 
 
 @quick_launches
@@ -224,21 +240,23 @@ def gate_up_words_kernel(
     TILES: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     APART: tl.constexpr = 1 if INTERLEAVED else WIDTH
-    # Gate is row 0 of the first dimension, up row 1.
     output_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask_N = output_N < WIDTH
-    row_GN1 = (STEP * output_N[None, :] + APART * tl.arange(0, 2)[:, None])[:, :, None]
+    # Each output's row of gate comes before its row of up.
+    part_R = tl.arange(0, 2 * ROWS)
+    output_R = tl.program_id(0) * ROWS + part_R // 2
+    row_R1 = (STEP * output_R + APART * (part_R % 2))[:, None]
     words_ptr = (gate_up_ptr + expert * (2 * WIDTH * (K // 2))).to(tl.pointer_type(tl.int32))
-    acc_GNW = _product(
-        words_ptr + row_GN1 * (K // 8),
-        scales_ptr + expert * (2 * WIDTH * TILES) + row_GN1 * TILES,
-        inputs_ptr + pair // TOP_K * K + tl.zeros([1, 1, 1], tl.int32),
-        mask_N[None, :, None],
+    y_R = _product(
+        words_ptr + row_R1 * (K // 8),
+        scales_ptr + expert * (2 * WIDTH * TILES) + row_R1 * TILES,
+        inputs_ptr + pair // TOP_K * K + tl.zeros([1, 1], tl.int32),
+        (output_R < WIDTH)[:, None],
         K // 8,
         BLOCK_W,
         TILE_COLUMNS,
     )
-    gate_N, up_N = tl.split(tl.trans(tl.sum(acc_GNW, 2) * INPUTS))
+    gate_N, up_N = tl.split(tl.reshape(y_R, [ROWS, 2]))
     if bias_ptr is not None:
         bias_ptrs_N = bias_ptr + expert * (2 * WIDTH) + STEP * output_N
         gate_N += tl.load(bias_ptrs_N, mask=mask_N, other=0.0).to(tl.float32)
@@ -289,26 +307,29 @@ def down_words_kernel(
                 row = tl.load(chosen_ptr + token * TOP_K + slot).to(tl.int64) * HIDDEN_SIZE + start
                 ask_into_l2(down_ptr + row * (WIDTH // 2), num_bytes)
         gdc_wait()
-    row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_N = row_N < HIDDEN_SIZE
-    slot_X = tl.arange(0, BLOCK_X)
-    mask_NX = mask_N[:, None] & (slot_X < TOP_K)[None, :]
-    pair_X = token * TOP_K + tl.minimum(slot_X, TOP_K - 1)
-    weight_X = tl.load(weights_ptr + pair_X)
-    expert_row_NX = tl.load(chosen_ptr + pair_X).to(tl.int64)[None, :] * HIDDEN_SIZE + row_N[:, None]
-    acc_NXW = _product(
-        down_ptr.to(tl.pointer_type(tl.int32)) + expert_row_NX[:, :, None] * (WIDTH // 8),
-        scales_ptr + expert_row_NX[:, :, None] * TILES,
-        hidden_ptr + (pair_X * WIDTH)[None, :, None],
-        mask_NX[:, :, None],
+    # Rows of the experts alternate, so that each warp has those of an expert.
+    part_R = tl.arange(0, ROWS * BLOCK_X)
+    row_R = tl.program_id(0) * ROWS + part_R // BLOCK_X
+    slot_R = part_R % BLOCK_X
+    mask_R = (row_R < HIDDEN_SIZE) & (slot_R < TOP_K)
+    pair_R = token * TOP_K + tl.minimum(slot_R, TOP_K - 1)
+    expert_row_R = tl.load(chosen_ptr + pair_R).to(tl.int64) * HIDDEN_SIZE + row_R
+    pair_X = token * TOP_K + tl.minimum(tl.arange(0, BLOCK_X), TOP_K - 1)
+    y_R = _product(
+        down_ptr.to(tl.pointer_type(tl.int32)) + expert_row_R[:, None] * (WIDTH // 8),
+        scales_ptr + expert_row_R[:, None] * TILES,
+        hidden_ptr + pair_X[:, None] * WIDTH,
+        mask_R[:, None],
         WIDTH // 8,
         BLOCK_W,
         TILE_COLUMNS,
     )
-    y_NX = tl.sum(acc_NXW, 2) * INPUTS
     if bias_ptr is not None:
-        y_NX += tl.load(bias_ptr + expert_row_NX, mask=mask_NX, other=0.0).to(tl.float32)
-    y_N = tl.sum(y_NX * weight_X[None, :], 1)
+        y_R += tl.load(bias_ptr + expert_row_R, mask=mask_R, other=0.0).to(tl.float32)
+    y_R *= tl.load(weights_ptr + pair_R)
+    y_N = tl.sum(tl.reshape(y_R, [ROWS, BLOCK_X]), 1)
+    row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask_N = row_N < HIDDEN_SIZE
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out_ptrs_N = token.to(tl.int64) * HIDDEN_SIZE + row_N
     if residual_ptr is not None:

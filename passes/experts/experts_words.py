@@ -82,10 +82,10 @@ def _operand(words_2RW: tl.tensor, exponent_2RU: tl.tensor, dtype: tl.constexpr)
 
 
 @triton.jit
-def _by_halves(ptr_N: tl.tensor) -> tl.tensor:
-    """Return pointers of N rows as [2, N / 2, 1], see _operand."""
-    ROWS: tl.constexpr = ptr_N.shape[0]
-    return tl.reshape(tl.permute(tl.reshape(ptr_N, [ROWS // 16, 2, 8]), (1, 0, 2)), [2, ROWS // 2, 1])
+def _by_halves(row_N: tl.tensor) -> tl.tensor:
+    """Return N rows as [2, N / 2, 1], see _operand."""
+    ROWS: tl.constexpr = row_N.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(row_N, [ROWS // 16, 2, 8]), (1, 0, 2)), [2, ROWS // 2, 1])
 
 
 @triton.jit
@@ -122,8 +122,9 @@ def _plus_block(
 @triton.jit
 def words_product(
     x_ptr_T: tl.tensor,
-    codes_ptr_N: tl.tensor,
-    scales_ptr_N: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    row_N: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -131,13 +132,15 @@ def words_product(
     """Return the matrix product of T rows of x and N rows of codes, fp32 [T, N].
 
     x_ptr_T: each row's first value, in the order of operand_place; K is rounded up to whole blocks of 128, with zeros.
-    codes_ptr_N, scales_ptr_N: each row's first byte, aligned to four bytes, and its first scale. K is a multiple of
-    32, the columns that share a scale, and N of 16. BLOCK_K: columns of a step, 128 or 256.
+    codes_ptr, scales_ptr: of a weight, [rows, K / 2] and [rows, K / 32], codes aligned to four bytes; row_N: the rows.
+    K is a multiple of 32, the columns that share a scale, and N of 16. BLOCK_K: columns of a step, 128 or 256.
     """
     IS_WHOLE: tl.constexpr = K % BLOCK_K == 0
-    words_ptr_2R1 = _by_halves(codes_ptr_N.to(tl.pointer_type(tl.int32)))
-    scales_ptr_2R1 = _by_halves(scales_ptr_N)
-    acc_NT = tl.zeros([codes_ptr_N.shape[0], x_ptr_T.shape[0]], tl.float32)
+    # Pointers are computed from rows in their order here, so that the compiler knows their alignment.
+    row_2R1 = _by_halves(row_N)
+    words_ptr_2R1 = codes_ptr.to(tl.pointer_type(tl.int32)) + row_2R1 * (K // 8)
+    scales_ptr_2R1 = scales_ptr + row_2R1 * (K // 32)
+    acc_NT = tl.zeros([row_N.shape[0], x_ptr_T.shape[0]], tl.float32)
     # Single bytes are not copied ahead to shared memory, so a step loads those of the next one.
     first_2RU = _exponents(scales_ptr_2R1, 0, K)
     last_2RU = _exponents(scales_ptr_2R1, BLOCK_K - 128, K)
