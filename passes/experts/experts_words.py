@@ -1,10 +1,10 @@
 """Triton device functions for products of MXFP4 codes on tensor cores, several tokens at a time.
 
-A block of 128 columns is 16 words of eight codes in a row. The tensor cores' left operand has rows of the weight and is
-taken from registers: of each 16 columns a thread has the same two pairs, and the eight threads of a column of threads
-have rows of their own. Columns are therefore in an order of their own, see `operand_place`, in which a thread's 32
-columns are those of the 16 bytes that it reads. Threads exchange nothing, and a shift and two masks decode two codes.
-Inputs are stored in this order.
+A row's block of 128 columns is 16 words of eight codes. Rows of the weight are the tensor cores' left operand, which is
+taken from registers. Four threads share the columns of a row: of each 16 columns of the operand, each thread has two
+pairs. A product may take columns in any order, so the operand has them in that of `operand_place`. In it a thread's 32
+columns of a block are those of the 16 bytes that it reads, so threads exchange no values. Inputs are stored in the same
+order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _values(words: tl.tensor, exponents: tl.tensor, n: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def _operand(words_2RW: tl.tensor, exponent_2RU: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return a block of the weight, divided by POWER, [N, BLOCK] in `dtype`, in the order of operand_place.
+    """Return a block of the weight, divided by POWER, [N, 8 * WORDS] in `dtype`, in the order of operand_place.
 
     words_2RW: uint32 [2, N / 2, WORDS]; first the rows 0 to 7 of each 16, then the rows 8 to 15. exponent_2RU: their
     scales as they are stored, [2, N / 2, units].
