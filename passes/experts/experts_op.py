@@ -345,8 +345,9 @@ def _grouped(
         experts_mxfp4.prepare(x_TD, logits_TE, given_TX, norm, found, route, UNIT_COLUMNS, columns)
         x_TD = found[0]
     else:
-        if norm[0] is not None:
-            x_TD = rms_norm.launch(x_TD, *norm)
+        norm_weight_D = norm[0]
+        if norm_weight_D is not None:
+            x_TD = rms_norm.launch(x_TD, norm_weight_D, *norm[1:])
         route_kernel[(num_tokens,)](
             logits_TE,
             given_TX,
