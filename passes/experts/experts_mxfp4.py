@@ -121,7 +121,7 @@ def prepare_kernel(
 def _factors(
     ptr_R1: tl.tensor,
     mask_R1: tl.tensor,
-    k: tl.constexpr,
+    k: tl.tensor,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -141,7 +141,7 @@ def _factors(
 
 @triton.jit
 def _inputs(
-    ptr_X1: tl.tensor, code: tl.constexpr, k: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BLOCK_W: tl.constexpr
+    ptr_X1: tl.tensor, code: tl.constexpr, k: tl.tensor, W: tl.constexpr, R: tl.constexpr, BLOCK_W: tl.constexpr
 ) -> tl.tensor:
     """Return the inputs of a code of words k to k + BLOCK_W, fp32 [R, BLOCK_W], or [1, BLOCK_W] if X is 1.
 
@@ -184,7 +184,7 @@ def _product(
     """
     R: tl.constexpr = words_ptr_R1.shape[0]
     acc_RW = tl.zeros([R, BLOCK_W], tl.float32)
-    for k in tl.static_range(0, W, BLOCK_W):
+    for k in tl.range(0, W, BLOCK_W):
         word_1W = k + tl.arange(0, BLOCK_W)[None, :]
         mask_RW = mask_R1 & (word_1W < W)
         words_RW = tl.load(words_ptr_R1 + word_1W, mask=mask_RW, other=0, eviction_policy="evict_first")
