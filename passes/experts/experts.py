@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.experts.experts_gate import Gate, match_gate
-from compiled_engine.passes.experts.experts_op import TOKEN_COUNTS, experts
+from compiled_engine.passes.experts.experts_op import experts
+from compiled_engine.passes.experts.experts_tiles import TOKEN_COUNTS
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import (
     arg,

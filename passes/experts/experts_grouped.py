@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_gate import gate_of_experts
 from compiled_engine.passes.experts.experts_packed import packed_product
+from compiled_engine.passes.experts.experts_words import operand_place, words_product
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 
 
@@ -91,6 +92,7 @@ def grouped_kernel(
     PACKED: tl.constexpr,
     ZERO: tl.constexpr,
     UNIT: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Compute one of the experts' two linears: program (rows, block) takes ROWS weight rows and a block of pairs.
@@ -104,6 +106,8 @@ def grouped_kernel(
     scales_ptr: scales of codes, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole
         rows); None for other weights.
     zeros_ptr, PACKED, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
+    IN_WORDS: multiply by words_product, for which rows of x, and with GATED of the results, are in the order of
+        operand_place, padded with zeros.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
@@ -133,7 +137,11 @@ def grouped_kernel(
         scale_ptr_N = scales_ptr + scale_row_N * BLOCKS
     else:
         scale_ptr_N = None
-    if PACKED != "":
+    if IN_WORDS:
+        of_expert_ptr = w_ptr + expert * (NUM_ROWS * (K // 2))
+        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // 32))
+        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, BLOCK_K, NUM_STAGES)
+    elif PACKED != "":
         y_TN = packed_product(
             x_row_ptr_T,
             w_ptr + (expert * NUM_ROWS + row_N) * (K // 2),
@@ -155,15 +163,20 @@ def grouped_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y_TN = y_TN.to(dtype).to(tl.float32)
     output_M = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    mask_TM = mask_T[:, None] & (output_M < NUM_OUTPUTS)[None, :]
+    STORED: tl.constexpr = (NUM_OUTPUTS + 127) // 128 * 128 if GATED and IN_WORDS else NUM_OUTPUTS
+    mask_TM = mask_T[:, None] & (output_M < STORED)[None, :]
+    place_M = output_M
     if GATED:
         gate_TM, up_TM = tl.split(tl.reshape(y_TN, [TOKENS, OUTPUTS, 2]))
         y_TM = gate_of_experts(gate_TM, up_TM, ACTIVATION, ALPHA, LIMIT, dtype)
         out_row_T = place_T
+        if IN_WORDS:
+            y_TM = tl.where((output_M < NUM_OUTPUTS)[None, :], y_TM, 0.0)
+            place_M = operand_place(output_M)
     else:
         y_TM = y_TN * tl.load(weights_ptr + pair_T).to(dtype).to(tl.float32)[:, None]
         out_row_T = pair_T
-    out_ptrs_TM = out_ptr + out_row_T.to(tl.int64)[:, None] * NUM_OUTPUTS + output_M[None, :]
+    out_ptrs_TM = out_ptr + out_row_T.to(tl.int64)[:, None] * STORED + place_M[None, :]
     tl.store(out_ptrs_TM, y_TM.to(dtype), mask=mask_TM)
 
 

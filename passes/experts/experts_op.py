@@ -1,13 +1,13 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-A single token has its own kernels, except with codes of four bits. More tokens are sorted by expert on the device, and
-each program takes a tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
+A single token has its own kernels, except with integers of four bits; in MXFP4 a few tokens have them. More tokens are
+sorted by expert on the device, and each program takes a tile of one expert's tokens, so every expert in use is read
+once (Gale et al. 2022, MegaBlocks).
 Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.passes.experts import experts_mxfp4
+from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
 from compiled_engine.passes.experts.experts_one_token import (
@@ -23,94 +25,19 @@ from compiled_engine.passes.experts.experts_one_token import (
     one_token_route_kernel,
 )
 from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
+from compiled_engine.passes.experts.experts_tiles import (
+    MOST_VECTOR_TOKENS,
+    GroupedTiles,
+    decodes_first,
+    grouped_tiles,
+    one_token_tiles,
+    packed_tiles,
+    words_tiles,
+)
+from compiled_engine.passes.experts.experts_words import BLOCK_COLUMNS, UNIT_COLUMNS
 from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.linear.experts_codes import columns_of, constants_of, decoded
 from compiled_engine.passes.norm import rms_norm
-
-# Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
-FEW_TOKENS, SOME_TOKENS = 64, 1024
-# Token counts after which tiles change.
-TOKEN_COUNTS = (1, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
-
-
-@dataclass(frozen=True)
-class GroupedTiles:
-    """Tile sizes of grouped_kernel, in tokens (each with one of its experts) and weight rows, and compile options."""
-
-    tokens: int
-    rows: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def grouped_tiles(
-    num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0, *, coded: bool = False
-) -> GroupedTiles:
-    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both weights.
-
-    coded: whether the weights are 8-bit codes.
-    """
-    if dtype == torch.float32:
-        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
-    if num_tokens <= FEW_TOKENS:
-        if hidden_size % 128 or width % 128:
-            return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
-        if coded:  # for which larger tiles were not measured
-            return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
-        return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=8, num_stages=3)
-    if num_tokens <= SOME_TOKENS:
-        return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
-    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
-
-
-def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
-    """Choose tiles for codes of four bits, by the mean number of tokens per expert.
-
-    The mean is taken at the next larger of TOKEN_COUNTS. share: fraction of the experts that a token chooses.
-    by_exponents: whether the scales are those of MXFP4.
-
-    With few tokens, decoding takes most of the time, so a block usually has all tokens of an expert. Two warps compute
-    small matrix products, in which a thread decodes four bytes at once; more warps compute those of 64 rows.
-    """
-    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
-    if dtype == torch.float32:
-        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
-    if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
-        return GroupedTiles(tokens=8, rows=32, block_k=128, num_warps=2, num_stages=6)
-    if per_expert <= 4:
-        return GroupedTiles(tokens=8, rows=64, block_k=128, num_warps=2, num_stages=4)
-    if per_expert <= 10:
-        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=2, num_stages=4)
-    if per_expert <= 64:
-        return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
-    if per_expert <= 192 or not by_exponents:
-        return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
-    return GroupedTiles(tokens=256, rows=128, block_k=64, num_warps=8, num_stages=3)
-
-
-@dataclass(frozen=True)
-class OneTokenTiles:
-    """Tile sizes of a one-token kernel: outputs of a program, and columns multiplied at a time; and its warps."""
-
-    rows: int
-    block_k: int
-    num_warps: int
-
-
-def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Return tiles for a single token and a weight of k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
-
-    gate_up: for the experts' first linear, otherwise for the second.
-    """
-    if not gate_up:
-        rows, block_k, num_warps = 2, 512, 2
-    elif k % 1024 == 0:
-        rows, block_k, num_warps = 4, 1024, 8
-    else:  # smaller blocks leave less of the last one empty
-        rows, block_k, num_warps = 8, 256, 8
-    return OneTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)
-
 
 # (token, expert) pairs that a program of place_kernel sorts.
 PLACED = 128
@@ -229,6 +156,26 @@ class _Weight:
     def is_packed(self) -> bool:
         return bool(self.codes["PACKED"])
 
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.codes["PACKED"] == "e2m1"
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the units of MXFP4 codes are those that words_product reads."""
+        return self.codes["UNIT"] == self.codes["TILE_COLUMNS"] == UNIT_COLUMNS
+
+    def decoded(self, dtype: torch.dtype) -> _Weight:
+        """Decode a weight in MXFP4. The result takes the memory of the weight in `dtype`."""
+        assert self.scales_ERC is not None
+        values = decoded_weight(self.values, self.scales_ERC, self.codes["TILE_COLUMNS"], self.codes["UNIT"], dtype)
+        return _Weight.of(values, None, None, self.bias_EN, "")
+
+    def as_mxfp4(self) -> experts_mxfp4.Codes:
+        assert self.scales_ERC is not None
+        tile = self.codes["TILE_COLUMNS"], self.codes["UNIT"]
+        return experts_mxfp4.Codes(self.values, self.scales_ERC, self.bias_EN, *tile)
+
 
 @dataclass(frozen=True)
 class _Weights:
@@ -238,6 +185,25 @@ class _Weights:
     down: _Weight
     route: dict[str, Any]
     gate: dict[str, Any]
+
+    @property
+    def are_mxfp4(self) -> bool:
+        return self.gate_up.is_mxfp4 and self.down.is_mxfp4
+
+    def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool, bool]:
+        """Return (tiles of grouped_kernel, whether it uses words_product, whether weights are decoded before it)."""
+        share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
+        sizes = self.gate_up.num_columns, self.down.num_columns
+        if self.are_mxfp4 and decodes_first(num_tokens, share):
+            return grouped_tiles(num_tokens, dtype, *sizes), False, True
+        if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
+            found = words_tiles(num_tokens, dtype, share)
+            if found is not None:
+                return found, True, False
+        if self.gate_up.is_packed or self.down.is_packed:
+            return packed_tiles(num_tokens, dtype, share, self.are_mxfp4), False, False
+        coded = self.gate_up.scales_ERC is not None
+        return grouped_tiles(num_tokens, dtype, *sizes, coded=coded), False, False
 
 
 def launch(
@@ -281,9 +247,11 @@ def launch(
     weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
     if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
-    if norm_weight_D is not None:
-        x_TD = rms_norm.launch(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
-    return _grouped(x_TD, logits_TE, weights, residual_TD, chosen_TX)
+    norm = norm_weight_D, eps, norm_offset, norm_wide
+    if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_mxfp4:
+        codes = gate_up.as_mxfp4(), down.as_mxfp4()
+        return experts_mxfp4.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
+    return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
 
 
 def _one_token(
@@ -351,6 +319,7 @@ def _grouped(
     x_TD: torch.Tensor,
     logits_TE: torch.Tensor,
     weights: _Weights,
+    norm: tuple[torch.Tensor | None, float, float, bool],
     residual_TD: torch.Tensor | None,
     given_TX: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -358,12 +327,7 @@ def _grouped(
     route, width = weights.route, weights.down.num_columns
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
     num_pairs = num_tokens * top_k
-    if weights.gate_up.is_packed or weights.down.is_packed:
-        by_exponents = all(each.codes["PACKED"] == "e2m1" for each in (weights.gate_up, weights.down))
-        tiles = packed_tiles(num_tokens, x_TD.dtype, top_k / num_experts, by_exponents)
-    else:
-        coded = weights.gate_up.scales_ERC is not None
-        tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width, coded=coded)
+    tiles, in_words, decodes = weights.tiles(num_tokens, x_TD.dtype)
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)
@@ -373,21 +337,30 @@ def _grouped(
     weights_S = torch.empty(num_pairs, dtype=torch.float32, device=device)
     blocks_B4 = torch.empty((num_blocks, 4), dtype=torch.int32, device=device)
     # Allocated before the first kernel: running out of memory later would leave counts that the last kernel resets.
-    hidden_SI, y_SD = x_TD.new_empty((num_pairs, width)), x_TD.new_empty((num_pairs, hidden_size))
+    columns, padded_width = (_padded(size, in_words) for size in (hidden_size, width))
+    hidden_SI, y_SD = x_TD.new_empty((num_pairs, padded_width)), x_TD.new_empty((num_pairs, hidden_size))
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    route_kernel[(num_tokens,)](
-        logits_TE,
-        given_TX,
-        chosen_S,
-        weights_S,
-        rank_S,
-        counts_E,
-        logits_TE.stride(0),
-        BLOCK_X=next_power_of_2(top_k),
-        num_warps=1,
-        **route,
-        **options,
-    )
+    if in_words:
+        found = x_TD.new_empty((num_tokens, columns)), chosen_S, weights_S, rank_S, counts_E
+        experts_mxfp4.prepare(x_TD, logits_TE, given_TX, norm, found, route, UNIT_COLUMNS, columns)
+        x_TD = found[0]
+    else:
+        norm_weight_D = norm[0]
+        if norm_weight_D is not None:
+            x_TD = rms_norm.launch(x_TD, norm_weight_D, *norm[1:])
+        route_kernel[(num_tokens,)](
+            logits_TE,
+            given_TX,
+            chosen_S,
+            weights_S,
+            rank_S,
+            counts_E,
+            logits_TE.stride(0),
+            BLOCK_X=next_power_of_2(top_k),
+            num_warps=1,
+            **route,
+            **options,
+        )
     place_kernel[(cdiv(max(num_pairs, num_blocks), PLACED),)](
         chosen_S,
         rank_S,
@@ -408,16 +381,18 @@ def _grouped(
         "ROWS": tiles.rows,
         "NUM_STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
+        "IN_WORDS": in_words,
         "enable_fp_fusion": True,
         **weights.gate,
         **options,
     }
     products = (
-        (x_TD, weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
-        (hidden_SI, weights.down, y_SD, width, hidden_size, False),
+        (x_TD, weights.gate_up, hidden_SI, 2 * width, 2 * padded_width, True),
+        (hidden_SI, weights.down, y_SD, hidden_size, hidden_size, False),
     )
-    for left, right, out, k, num_rows, gated in products:
-        grouped_kernel[(cdiv(num_rows, tiles.rows), num_blocks)](
+    for left, codes, out, num_rows, written, gated in products:
+        right = codes.decoded(x_TD.dtype) if decodes else codes
+        grouped_kernel[(cdiv(written, tiles.rows), num_blocks)](
             left,
             *right.tensors,
             out,
@@ -425,7 +400,7 @@ def _grouped(
             blocks_B4,
             weights_S,
             left.stride(0),
-            K=k,
+            K=right.num_columns,
             NUM_ROWS=num_rows,
             GATED=gated,
             BLOCK_K=_step(tiles, right),
@@ -448,12 +423,16 @@ def _grouped(
     return out_TD
 
 
+def _padded(num_columns: int, in_words: bool) -> int:
+    return cdiv(num_columns, BLOCK_COLUMNS) * BLOCK_COLUMNS if in_words else num_columns
+
+
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
     """Return how many columns grouped_kernel multiplies at a time.
 
     They share a scale, unless the scales are exponents (MXFP4).
     """
-    if weight.codes["PACKED"] == "e2m1":
+    if weight.is_mxfp4:
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)
 

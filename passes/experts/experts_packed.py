@@ -121,6 +121,17 @@ def zero_of(zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def pair_of(words: tl.tensor, n: tl.constexpr) -> tl.tensor:
+    """Return two codes of e2m1 in each word as numbers in bfloat16, times 2^-126: code n of both halves of 16 bits.
+
+    words: uint32. The first half is in the low bits.
+    """
+    signs = words << (12 - 4 * n)
+    values = words << (6 - 4 * n) if n < 2 else words >> (4 * n - 6)
+    return (signs & 0x80008000) | (values & 0x01C001C0)
+
+
+@triton.jit
 def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
     """Return the columns whose codes are in the low bits of BYTES bytes, from a unit's start on.
 

@@ -12,12 +12,15 @@ from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles, packed_tiles
+from compiled_engine.passes.experts.experts_tiles import GroupedTiles, grouped_tiles, packed_tiles, words_tiles
 
 INTERPRETED = """
 import interpreter
 import torch
 from compiled_engine.passes.experts import experts_op
+from compiled_engine.passes.experts.experts_decoded import decoded_weight
+from compiled_engine.passes.framework.rounding import unit_of
+from compiled_engine.quantisation import Rounding
 from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
 from small_batch_linear_cases import nan_in_new_tensors
 
@@ -43,6 +46,24 @@ for text in ("int4 1x32", "uint4 1x32", "int4 1x*"):
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-2, f"{text} is off by {error(out, decoded)}"
+# Codes of MXFP4 that are decoded in whole words, with blocks of columns that end inside.
+for case in (
+    Case(6, 3, 2, hidden_size=160, width=96, norm=True, residual=True, gpt_oss=True),
+    Case(5, 2, 1, hidden_size=128, width=160, renormalise=False, given=True),
+):
+    coded, decoded = encoded(arguments_of(case, torch.float32), "mxfp4 1x32")
+    with nan_in_new_tensors():
+        out = experts_op.launch(*coded)
+    assert error(out, decoded) < 1e-5, f"{case} in words is off by {error(out, decoded)}"
+# Weights that are decoded before the product.
+for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72)):
+    coded, decoded = encoded(arguments_of(Case(1, 3, 2, hidden_size=hidden_size), torch.float32), text)
+    for place in (2, 3):
+        rounding, scales = Rounding.parse(text), coded[place - 8]
+        unit = unit_of(rounding, decoded[place].shape[2])
+        with nan_in_new_tensors():
+            out = decoded_weight(coded[place], scales, rounding.columns, unit, torch.float32)
+        assert torch.equal(out, decoded[place]), f"decoded {text} is wrong"
 print("right")
 """
 
@@ -71,7 +92,14 @@ def test_in_the_interpreter() -> None:
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None) -> Any:
     """tiles: rows and columns of the weight's codes that share a scale; None for values."""
-    constants = {"PACKED": "", "ZERO": 0, "UNIT": 0, "zeros_ptr": None, "DEPENDENT_LAUNCH": True} | constants
+    constants = {
+        "PACKED": "",
+        "ZERO": 0,
+        "UNIT": 0,
+        "IN_WORDS": False,
+        "zeros_ptr": None,
+        "DEPENDENT_LAUNCH": True,
+    } | constants
     types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
     if tiles is None:
         constants = {"scales_ptr": None, "TILE_ROWS": 1, "TILE_COLUMNS": 0} | constants
@@ -150,7 +178,9 @@ ON_A_GPU = (
     Case(700, 128, 8, 512, 256),
     Case(3000, 16, 4),
     Case(1, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),
+    Case(3, 32, 4, 2880, 2880, norm=True, gpt_oss=True),
     Case(8, 32, 4, 2880, 2880, gpt_oss=True),
+    Case(64, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),
     Case(700, 128, 8, 512, 256, renormalise=False, residual=True, given=True),
 )
 
@@ -211,5 +241,6 @@ def test_tiles_are_within_what_a_multiprocessor_has() -> None:
         for tiles in (
             *(grouped_tiles(num_tokens, torch.bfloat16, coded=coded) for coded in (False, True)),
             *(packed_tiles(num_tokens, torch.bfloat16, share, True) for share in (1 / 16, 1 / 8, 1)),
+            *filter(None, (words_tiles(num_tokens, torch.bfloat16, share) for share in (1 / 16, 1 / 8, 1))),
         ):
             assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_experts_op import GATE
 
-from compiled_engine.passes.experts import experts_grouped
+from compiled_engine.passes.experts import experts_decoded, experts_grouped, experts_mxfp4
 from compiled_engine.passes.experts.experts import Experts
-from compiled_engine.passes.experts.experts_op import packed_tiles
 from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS
+from compiled_engine.passes.experts.experts_tiles import decodes_first, packed_tiles, words_tiles
 from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.quantisation import ELEMENTS
 
@@ -22,7 +23,7 @@ from compiled_engine.quantisation import ELEMENTS
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 512, 1024, 8192])
 def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str) -> None:
     """Nothing is on a stack, codes are read ahead, and none is converted."""
-    constants = constants_of(text, 2880) | GATE | {"DEPENDENT_LAUNCH": True}
+    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": False, "DEPENDENT_LAUNCH": True}
     kinds = {"scales_ptr": "*u8" if text.startswith("mx") else "*fp32", "weights_ptr": "*fp32"}
     kinds |= dict.fromkeys(("w_ptr", "zeros_ptr"), "*u8")
     kinds |= dict.fromkeys(("sorted_ptr", "blocks_ptr"), "*i32")
@@ -41,6 +42,61 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
     assert "cvt.rn.bf16.u" not in ptx
     assert "cp.async.c" in ptx
     assert ("wgmma" if num_tokens > 80 else "mma.sync") in ptx
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64, 512])
+def test_products_of_words_compiled_for_hopper(num_tokens: int) -> None:
+    """Nothing is on a stack, codes are read ahead, and decoded values go to the tensor cores from registers."""
+    tiles = words_tiles(num_tokens, torch.bfloat16, 1 / 8)
+    assert tiles is not None
+    constants = constants_of("mxfp4 1x32", 2880) | GATE | {"IN_WORDS": True, "DEPENDENT_LAUNCH": True}
+    constants |= {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "zeros_ptr": None}
+    constants |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages}
+    kinds = {"scales_ptr": "*u8", "w_ptr": "*u8", "weights_ptr": "*fp32", "sorted_ptr": "*i32", "blocks_ptr": "*i32"}
+    kernel = experts_grouped.grouped_kernel
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
+    program = compiled_for_hopper(kernel, constants, kinds, aligned=aligned, num_warps=tiles.num_warps)
+    assert stack_bytes(program) == 0
+    assert "cp.async.c" in program.asm["ptx"]
+    # Between the load of codes and the product threads exchange neither words nor the operand, only scales.
+    loop = program.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+    exchanged = [line for line in loop.splitlines() if "ttg.convert_layout" in line]
+    assert exchanged
+    assert not [line for line in exchanged if re.search("xi32|x128xbf16", line)]
+
+
+def test_products_without_tensor_cores_compiled_for_hopper() -> None:
+    """A thread reads 16 bytes of codes at once, and nothing is on a stack."""
+    sizes = {"TILE_COLUMNS": 32, "ROWS": 4, "BLOCK_W": 128, "DEPENDENT_LAUNCH": True, "TOP_K": 4}
+    kinds = dict.fromkeys(("inputs_ptr", "hidden_ptr", "weights_ptr"), "*fp32") | {"chosen_ptr": "*i32"}
+    kinds |= dict.fromkeys(("gate_up_ptr", "down_ptr", "scales_ptr"), "*u8")
+    for kernel, constants in (
+        (experts_mxfp4.gate_up_words_kernel, GATE | {"K": 1024, "WIDTH": 2880, "UNIT": 32}),
+        (experts_mxfp4.down_words_kernel, {"HIDDEN_SIZE": 2880, "WIDTH": 1024, "BLOCK_X": 4}),
+    ):
+        num_warps = experts_mxfp4.word_tiles(1024, constants.get("BLOCK_X", 1)).num_warps
+        aligned = [name for name in kernel.arg_names if name.endswith("_ptr")]
+        program = compiled_for_hopper(kernel, constants | sizes, kinds, aligned=aligned, num_warps=num_warps)
+        assert stack_bytes(program) == 0
+        assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", program.asm["ptx"])
+
+
+def test_decoding_before_the_product_compiled_for_hopper() -> None:
+    """A thread reads and writes 16 bytes at once, and nothing is on a stack."""
+    constants = {"K": 2880, "TILE_COLUMNS": 32, "UNIT": 32, "DEPENDENT_LAUNCH": True}
+    constants |= {"ROWS": experts_decoded.ROWS, "BYTES": experts_decoded.BYTES}
+    kinds = {"codes_ptr": "*u8", "scales_ptr": "*u8"}
+    aligned = ["codes_ptr", "scales_ptr", "out_ptr"]
+    program = compiled_for_hopper(experts_decoded.decode_kernel, constants, kinds, aligned=aligned)
+    assert stack_bytes(program) == 0
+    for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
+        assert re.search(access, program.asm["ptx"])
+
+
+def test_weights_are_decoded_before_products_of_many_tokens_per_expert() -> None:
+    assert not decodes_first(1024, 1)
+    assert decodes_first(1025, 1 / 8)
+    assert not decodes_first(8192, 1 / 16)
 
 
 @pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 4, 1])

@@ -1,0 +1,123 @@
+"""Tile sizes of the kernels of experts, by the number of tokens in a step and the weights' format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from compiled_engine.kernels.launch_arguments import next_power_of_2
+
+# Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
+FEW_TOKENS, SOME_TOKENS = 64, 1024
+# The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
+# many experts that decoding them once is faster.
+MOST_VECTOR_TOKENS = 4
+# The least mean number of tokens per expert, at SOME_TOKENS, for which weights in MXFP4 are decoded before the product.
+LEAST_TO_DECODE = 128
+# Token counts after which tiles change.
+TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """Tile sizes of grouped_kernel, in tokens (each with one of its experts) and weight rows, and compile options."""
+
+    tokens: int
+    rows: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def grouped_tiles(
+    num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0, *, coded: bool = False
+) -> GroupedTiles:
+    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both weights.
+
+    coded: whether the weights are 8-bit codes.
+    """
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens <= FEW_TOKENS:
+        if hidden_size % 128 or width % 128:
+            return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
+        if coded:  # for which larger tiles were not measured
+            return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
+        return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=8, num_stages=3)
+    if num_tokens <= SOME_TOKENS:
+        return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
+    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
+    """Choose tiles for codes of four bits, by the mean number of tokens per expert.
+
+    The mean is taken at the next larger of TOKEN_COUNTS. share: fraction of the experts that a token chooses.
+    by_exponents: whether the scales are those of MXFP4.
+
+    With few tokens, decoding takes most of the time, so a block usually has all tokens of an expert. Two warps compute
+    small matrix products, in which a thread decodes four bytes at once; more warps compute those of 64 rows.
+    """
+    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
+        return GroupedTiles(tokens=8, rows=32, block_k=128, num_warps=2, num_stages=6)
+    if per_expert <= 4:
+        return GroupedTiles(tokens=8, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 10:
+        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 64:
+        return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
+    if per_expert <= 192 or not by_exponents:
+        return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
+    return GroupedTiles(tokens=256, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def decodes_first(num_tokens: int, share: float) -> bool:
+    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 128 tokens per expert and more.
+
+    share: fraction of the experts that a token chooses. Beyond the largest of TOKEN_COUNTS, kernels do not change.
+    """
+    return num_tokens > SOME_TOKENS and share * SOME_TOKENS >= LEAST_TO_DECODE
+
+
+def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles | None:
+    """Choose tiles for MXFP4 codes that are decoded in whole words, for up to 64 tokens per expert; None for more.
+
+    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles.
+    A warp has 32 rows of the weight if tokens are few, and reads 128 bytes of each at once.
+    """
+    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    if per_expert > 64:
+        return None
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=128, num_warps=2, num_stages=2)
+    if per_expert <= 10:
+        return GroupedTiles(tokens=8 if per_expert <= 4 else 16, rows=64, block_k=256, num_warps=2, num_stages=3)
+    return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
+
+
+@dataclass(frozen=True)
+class OneTokenTiles:
+    """Tile sizes of a one-token kernel: outputs of a program, and columns multiplied at a time; and its warps."""
+
+    rows: int
+    block_k: int
+    num_warps: int
+
+
+def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
+    """Return tiles for a single token and a weight of k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
+
+    gate_up: for the experts' first linear, otherwise for the second.
+    """
+    if not gate_up:
+        rows, block_k, num_warps = 2, 512, 2
+    elif k % 1024 == 0:
+        rows, block_k, num_warps = 4, 1024, 8
+    else:  # smaller blocks leave less of the last one empty
+        rows, block_k, num_warps = 8, 256, 8
+    return OneTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)
