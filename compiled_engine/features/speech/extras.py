@@ -11,14 +11,15 @@ from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PlainTensor
 
 NAME = "speech"
-FEATURES = "input_features"  # name of a clip's features among the extractor's output
+# Names of a clip's inputs: features as the extractor's output names them, or samples at the extractor's rate.
+FEATURES, SAMPLES = "input_features", "samples"
 # The key in a request's extra_args for the rules of transcriptions, and its values: without timestamps, and with them.
 TRANSCRIPTION = "transcription"
 TRANSCRIPTIONS = ("text", "timestamps")
 
 
 class PromptClip(msgspec.Struct, frozen=True, array_like=True):
-    """The audio of a prompt, whose features follow when the core asks for them."""
+    """The audio of a prompt, whose samples or features follow when the core asks for them."""
 
     key: str  # hex digest of the audio; clips with the same key have the same keys and values
 
@@ -27,7 +28,7 @@ class NewClip(msgspec.Struct, frozen=True, array_like=True):
     """A clip that is encoded at a step's beginning."""
 
     slot: int
-    inputs: Mapping[str, PlainTensor]  # the feature extractor's output, by its names
+    inputs: Mapping[str, PlainTensor]  # FEATURES or SAMPLES
 
 
 def clip_of(request: EngineRequest) -> PromptClip | None:

@@ -62,6 +62,12 @@ def samples_of(source: MediaSource) -> Samples:
     return samples_N
 
 
+def check_length(samples_N: Samples, rate: int, most_seconds: float) -> None:
+    """Raise ValueError for samples that last longer than `most_seconds`."""
+    if len(samples_N) > most_seconds * rate:
+        raise ValueError(f"the audio has {len(samples_N) / rate:.1f} s; allowed: at most {most_seconds:g}")
+
+
 def decoded_audio(data: bytes, most_seconds: float) -> tuple[Samples, int]:
     """Return the samples of an audio file, channels averaged, and their rate per second.
 
