@@ -20,7 +20,14 @@ from compiled_engine.features.images.frontend.processing import MediaProcessing
 from compiled_engine.features.images.pixels import calls_of
 from compiled_engine.features.speech.extras import FEATURES, SAMPLES, extras_of
 from compiled_engine.features.speech.frontend import quiet_windows, timed_windows
-from compiled_engine.features.speech.frontend.audio import LONGEST_S, Samples, check_length, read_audio, samples_of
+from compiled_engine.features.speech.frontend.audio import (
+    LONGEST_S,
+    Samples,
+    audio_reader,
+    check_length,
+    read_audio,
+    samples_of,
+)
 from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
 from compiled_engine.features.speech.frontend.timed_windows import Features
 from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Transcribing
@@ -185,14 +192,15 @@ class SpeechRequests(RequestFeature):
         if self.processing.unusable:
             raise ValueError(f"{name} must have no audio: {self.processing.unusable}")
         name = f"{name}['audio']"
-        return PromptAudio(partial(self._clip, name, read_audio(name, audio)))
+        return PromptAudio(partial(self._clip, name, audio_reader(name, audio)))
 
-    def _clip(self, name: str, source: MediaSource, is_stopped: Stopped) -> ProcessedMedia:
+    def _clip(self, name: str, read: Callable[[], MediaSource], is_stopped: Stopped) -> ProcessedMedia:
         """Return a clip with its features, or with samples from which the device computes them.
 
         Raises ValueError, beginning with the name.
         """
         assert self._config is not None
+        source = read()
         try:
             if (mel := self._config.mel) is None:
                 return self._with_features(source, is_stopped)
