@@ -2,7 +2,7 @@
 
     python tests/measure_speech.py -o speech.json
     python tests/measure_speech.py --tiny --clips 2 --repeats 1
-    python tests/measure_speech.py --audio-features workers
+    python tests/measure_speech.py --audio-features workers --encoder-tokens 24000
 
 The model has the shape of Whisper large-v3-turbo, with random weights; with --tiny it is one that a CPU computes. Every
 repeat has new clips of noise of 30 seconds, and each is followed by the same number of tokens, greedily. Features are
@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -139,7 +139,9 @@ def engine_row(llm: LLM, count: int, tokens: int, repeats: int, random: np.rando
     return row(f"engine, {count} at once", count, values) | {"counts": gained}
 
 
-def measure(folder: Path, counts: Sequence[int], tokens: int, repeats: int, features: str) -> dict[str, Any]:
+def measure(
+    folder: Path, counts: Sequence[int], tokens: int, repeats: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
     random = np.random.default_rng(0)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     rows: list[dict[str, Any]] = []
@@ -150,8 +152,8 @@ def measure(folder: Path, counts: Sequence[int], tokens: int, repeats: int, feat
         max_num_seqs=max(counts),
         gpu_memory_utilization=0.5,
         skip_tokenizer_init=True,
-        audio_features=features,
         progress=False,
+        **options,
     ) as llm:
         run = engine_run(llm, tokens)
         for count in counts:
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100, help="of each clip")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--audio-features", choices=("auto", "device", "workers"), default="auto")
+    parser.add_argument("--encoder-tokens", type=int, help="max_num_encoder_input_tokens; 1,500 are a clip")
     parser.add_argument("--output", "-o", type=Path, help="file for the JSON, which is printed too")
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -204,7 +207,8 @@ def main() -> None:
             torch.bfloat16 if on_gpu else torch.float32,
             torch.device("cuda" if on_gpu else "cpu"),
         )
-        found = measure(Path(folder), given.clips or [1, 64], given.tokens, given.repeats, given.audio_features)
+        options = {"audio_features": given.audio_features, "max_num_encoder_input_tokens": given.encoder_tokens}
+        found = measure(Path(folder), given.clips or [1, 64], given.tokens, given.repeats, options)
     found["model"] = "tiny" if given.tiny else "whisper-large-v3-turbo"
     text = json.dumps(found, indent=1) + "\n"
     if given.output is not None:

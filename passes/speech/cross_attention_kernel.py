@@ -16,6 +16,9 @@ from compiled_engine.kernels.launch_arguments import dependent_launch, next_powe
 from compiled_engine.kernels.launcher import quick_launches
 
 KEYS, NUM_WARPS = 64, 4  # keys that a program reads at a time
+# A program that has a multiprocessor to itself mostly waits for memory, so it reads more at a time: so many keys, but
+# no more elements than its registers hold.
+FEW_PROGRAMS, FEW_KEYS, FEW_ELEMENTS, FEW_WARPS = 132, 256, 16384, 8
 
 
 @quick_launches
@@ -71,6 +74,13 @@ def cross_attention_kernel(
     tl.store(out_ptr + own + d_D, out_D.to(out_ptr.dtype.element_ty), inside_D)
 
 
+def tiles(num_programs: int, block_d: int) -> tuple[int, int]:
+    """Return the keys that each program of a launch reads at a time, and its warps."""
+    if num_programs <= FEW_PROGRAMS:
+        return min(FEW_KEYS, FEW_ELEMENTS // block_d), FEW_WARPS
+    return KEYS, NUM_WARPS
+
+
 def attend_to_clips(
     q_THd: torch.Tensor,
     k_EHd: torch.Tensor,
@@ -86,6 +96,8 @@ def attend_to_clips(
     q_THd = q_THd.contiguous()
     out_THd = torch.empty_like(q_THd)
     num_tokens, num_heads, head_dim = q_THd.shape
+    block_d = next_power_of_2(head_dim)
+    block_l, num_warps = tiles(num_tokens * num_heads, block_d)
     cross_attention_kernel[(num_tokens, num_heads)](
         q_THd,
         k_EHd,
@@ -96,9 +108,9 @@ def attend_to_clips(
         LENGTH=length,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_L=KEYS,
-        num_warps=NUM_WARPS,
+        BLOCK_D=block_d,
+        BLOCK_L=block_l,
+        num_warps=num_warps,
         **dependent_launch(q_THd.device),
     )
     return out_THd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,13 @@ import msgspec
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PlainTensor
+from compiled_engine.speech import MelSettings, SpeechDescription
 
 NAME = "speech"
-# Names of a clip's inputs: features as the extractor's output names them, or samples at the extractor's rate.
+# Names of a clip's inputs: features [num_mel_bins, num_frames], as the extractor's output names them, or samples in
+# float32, [at most num_samples], at the extractor's rate. A clip has one of them.
 FEATURES, SAMPLES = "input_features", "samples"
+ClipInputs = Mapping[str, PlainTensor]
 # The key in a request's extra_args for the rules of transcriptions, and its values: without timestamps, and with them.
 TRANSCRIPTION = "transcription"
 TRANSCRIPTIONS = ("text", "timestamps")
@@ -28,7 +32,7 @@ class NewClip(msgspec.Struct, frozen=True, array_like=True):
     """A clip that is encoded at a step's beginning."""
 
     slot: int
-    inputs: Mapping[str, PlainTensor]  # FEATURES or SAMPLES
+    inputs: ClipInputs
 
 
 def clip_of(request: EngineRequest) -> PromptClip | None:
@@ -40,6 +44,12 @@ def clip_of(request: EngineRequest) -> PromptClip | None:
 def extras_of(key: str) -> dict[str, Any]:
     """Return the extras of a request with this clip."""
     return {NAME: PromptClip(key)}
+
+
+def blank_clip(speech: SpeechDescription, mel: MelSettings | None) -> ClipInputs:
+    """Return the inputs of a clip of zeros: samples if the device computes features, and otherwise features."""
+    name, shape = (FEATURES, (speech.num_mel_bins, speech.num_frames)) if mel is None else (SAMPLES, (mel.num_samples,))
+    return {name: PlainTensor("float32", shape, bytes(4 * math.prod(shape)))}
 
 
 def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:

@@ -8,13 +8,12 @@ scaled; see `WhisperFeatureExtractor._torch_extract_fbank_features` of transform
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.features.speech.extras import FEATURES, SAMPLES
+from compiled_engine.features.speech.extras import FEATURES, SAMPLES, ClipInputs
 from compiled_engine.speech import MelSettings
 
 HIGHEST = 8000.0  # Hz, of the last triangle, at any rate
@@ -74,13 +73,10 @@ class ClipFeatures:
     def __init__(self, log_mel: LogMel | None, dtype: torch.dtype, device: torch.device) -> None:
         self._log_mel, self._dtype, self._device = log_mel, dtype, device
 
-    def of(self, clips: Sequence[Mapping[str, PlainTensor]]) -> torch.Tensor:
-        """Return the features of C clips, [C, num_mel_bins, num_frames].
-
-        clips: of each either SAMPLES, float32 [at most num_samples], or FEATURES, [num_mel_bins, num_frames].
-        """
-        sampled = [clip[SAMPLES] for clip in clips if SAMPLES in clip]
-        others = [clip[FEATURES] for clip in clips if SAMPLES not in clip]
+    def of(self, clips: Sequence[ClipInputs]) -> torch.Tensor:
+        """Return the features of C clips in their order, [C, num_mel_bins, num_frames]."""
+        sampled = [clip for clip in clips if SAMPLES in clip]
+        others = [clip for clip in clips if FEATURES in clip]
         if not others:
             return self._computed(sampled)
         if not sampled:
@@ -88,18 +84,18 @@ class ClipFeatures:
         computed, given = iter(self._computed(sampled)), iter(self._given(others))
         return torch.stack([next(computed if SAMPLES in clip else given) for clip in clips])
 
-    def _computed(self, clips: Sequence[PlainTensor]) -> torch.Tensor:
+    def _computed(self, clips: Sequence[ClipInputs]) -> torch.Tensor:
         assert self._log_mel is not None
-        host_CN = self._on_host((len(clips), max(clip.shape[0] for clip in clips)), torch.float32)
-        for row_N, clip in zip(host_CN.numpy(), clips, strict=True):  # in numpy, as PyTorch would wake its threads
-            row_N[: clip.shape[0]] = np.frombuffer(clip.data, np.float32)
-            row_N[clip.shape[0] :] = 0.0
+        samples = [np.frombuffer(clip[SAMPLES].data, np.float32) for clip in clips]
+        host_CN = self._on_host((len(clips), max(map(len, samples))), torch.float32)
+        for row_N, own_N in zip(host_CN.numpy(), samples, strict=True):  # in numpy, as PyTorch would wake its threads
+            row_N[: len(own_N)], row_N[len(own_N) :] = own_N, 0.0
         return self._log_mel(host_CN.to(self._device, non_blocking=True)).to(self._dtype)
 
-    def _given(self, clips: Sequence[PlainTensor]) -> torch.Tensor:
-        host_CBT = self._on_host((len(clips), *clips[0].shape), self._dtype)
+    def _given(self, clips: Sequence[ClipInputs]) -> torch.Tensor:
+        host_CBT = self._on_host((len(clips), *clips[0][FEATURES].shape), self._dtype)
         for own_BT, clip in zip(host_CBT, clips, strict=True):
-            own_BT.copy_(clip.tensor())
+            own_BT.copy_(clip[FEATURES].tensor())
         return host_CBT.to(self._device, non_blocking=True)
 
     def _on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

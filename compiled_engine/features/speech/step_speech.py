@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.features.speech.extras import FEATURES, NAME, SAMPLES, new_clips_of
+from compiled_engine.features.speech.extras import NAME, ClipInputs, blank_clip, new_clips_of
 from compiled_engine.features.speech.log_mel import ClipFeatures, LogMel
 from compiled_engine.features.speech.token_rules import TokenRules
 from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
@@ -83,12 +82,11 @@ class StepSpeech(StepFeature):
             return 0
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        mel, speech = self._config.mel, self._speech
-        if mel is None:
-            blank = {FEATURES: PlainTensor.of(torch.zeros(speech.num_mel_bins, speech.num_frames))}
-        else:
-            blank = {SAMPLES: PlainTensor.of(torch.zeros(mel.num_samples))}
-        self._run([blank] * min(self._config.step_clips, self._config.num_slots))
+        blank, most = blank_clip(self._speech, self._config.mel), min(self._config.step_clips, self._config.num_slots)
+        if self._config.mel is not None:
+            for count in range(1, most):  # each number of clips has its own plan of Fourier transforms
+                self._features.of([blank] * count)
+        self._run([blank] * most)
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def added(self, row: int, request: NewRequest) -> None:
@@ -111,11 +109,8 @@ class StepSpeech(StepFeature):
     def metrics(self) -> dict[str, Any]:
         return {"encoder_runs": self._num_runs}
 
-    def _run(self, clips: Sequence[Mapping[str, PlainTensor]]) -> Sequence[torch.Tensor]:
-        """Encode C clips. Return keys and values of the first layer, then of the next ones, [C * length, H, d] each.
-
-        clips: the inputs of each, see ClipFeatures.
-        """
+    def _run(self, clips: Sequence[ClipInputs]) -> Sequence[torch.Tensor]:
+        """Encode C clips. Return keys and values of the first layer, then of the next ones, [C * length, H, d] each."""
         inputs = encoder_inputs(self._speech, self._features.of(clips))
         given = {name: each if name in self._on_host else self._on_device(each) for name, each in inputs.items()}
         with torch.no_grad():

@@ -32,8 +32,8 @@ def read_audio(name: str, audio: Any) -> MediaSource:
 def audio_reader(name: str, audio: Any) -> Callable[[], MediaSource]:
     """Return a function that returns what `read_audio` does, and may be called in another thread.
 
-    Files are read, and samples are checked, before it is called, but for what takes as long as a copy: the function
-    copies the samples, and raises ValueError, beginning with the name, if some are not finite. Raises as `read_audio`.
+    Files are read, and types, shapes and rates are checked at once. The returned function copies samples, and raises
+    ValueError, beginning with the name, if some are not finite. Raises as `read_audio` for everything else.
     """
     try:
         if isinstance(audio, bytes | bytearray | memoryview):
