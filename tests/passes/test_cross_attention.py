@@ -19,7 +19,7 @@ generator = torch.Generator().manual_seed(0)
 cases = [(1, 1, 700, 1, 64), (5, 3, 70, 2, 16), (7, 2, 256, 3, 24), (70, 3, 130, 2, 8)]
 with poisoned():
     for tokens, clips, length, heads, size in cases:
-        q = torch.randn(tokens, heads, size, generator=generator)
+        q = torch.randn(heads, tokens, size, generator=generator).transpose(0, 1)
         k, v = (torch.randn(clips * length, heads, size, generator=generator) for _ in range(2))
         clip = torch.randint(-1, clips, (tokens,), generator=generator, dtype=torch.int32)
         found = launch(q, k, v, clip, length, 0.3)
