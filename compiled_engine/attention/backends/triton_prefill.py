@@ -78,7 +78,7 @@ class KeySplits(NamedTuple):
     def of(
         cls, out_THd: torch.Tensor, layout: WorkLayout, tiles: PrefillTiles, num_sms: int, max_seq_len: int
     ) -> KeySplits | None:
-        """Return None for a batch whose tiles, or short contexts, leave nothing to share."""
+        """Return the buffers of a batch, or None if its contexts are short or its tiles occupy half of all programs."""
         programs = num_sms * tiles.programs
         fewest_items = len(out_THd) // layout.queries * layout.num_kv_heads
         if max_seq_len <= SHORT_CONTEXT or 2 * fewest_items > programs:
