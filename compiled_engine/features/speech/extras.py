@@ -10,7 +10,6 @@ import msgspec
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.speech import MelSettings, SpeechDescription
 
 NAME = "speech"
 # Names of a clip's inputs: features [num_mel_bins, num_frames], as the extractor's output names them, or samples in
@@ -46,9 +45,8 @@ def extras_of(key: str) -> dict[str, Any]:
     return {NAME: PromptClip(key)}
 
 
-def blank_clip(speech: SpeechDescription, mel: MelSettings | None) -> ClipInputs:
-    """Return the inputs of a clip of zeros: samples if the device computes features, and otherwise features."""
-    name, shape = (FEATURES, (speech.num_mel_bins, speech.num_frames)) if mel is None else (SAMPLES, (mel.num_samples,))
+def blank_clip(name: str, *shape: int) -> ClipInputs:
+    """Return the inputs of a clip of zeros in float32. name: FEATURES or SAMPLES."""
     return {name: PlainTensor("float32", shape, bytes(4 * math.prod(shape)))}
 
 

@@ -11,7 +11,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.features.speech.extras import NAME, ClipInputs, blank_clip, new_clips_of
+from compiled_engine.features.speech.extras import FEATURES, NAME, SAMPLES, ClipInputs, blank_clip, new_clips_of
 from compiled_engine.features.speech.log_mel import ClipFeatures, LogMel
 from compiled_engine.features.speech.token_rules import TokenRules
 from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
@@ -82,8 +82,11 @@ class StepSpeech(StepFeature):
             return 0
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        blank, most = blank_clip(self._speech, self._config.mel), min(self._config.step_clips, self._config.num_slots)
-        if self._config.mel is not None:
+        most = min(self._config.step_clips, self._config.num_slots)
+        if (mel := self._config.mel) is None:
+            blank = blank_clip(FEATURES, self._speech.num_mel_bins, self._speech.num_frames)
+        else:
+            blank = blank_clip(SAMPLES, mel.num_samples)
             for count in range(1, most):  # each number of clips has its own plan of Fourier transforms
                 self._features.of([blank] * count)
         self._run([blank] * most)
