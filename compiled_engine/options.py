@@ -315,6 +315,12 @@ class EngineOptions:
         "processes that decode [audio](speech.md) and compute its features",
         default_is="half of the cores, 1 to 4",
     )
+    audio_features: str = declare(
+        "auto",
+        one_of("auto", "device", "workers"),
+        "where the [features of clips](speech.md#features) are computed: `device` or `workers`",
+        default_is="device on CUDA, workers on a CPU",
+    )
     allowed_media_domains: tuple[str, ...] = declare(
         (),
         DOMAINS,

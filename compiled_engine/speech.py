@@ -26,6 +26,16 @@ class SpeechDescription:
 
 
 @dataclass(frozen=True)
+class MelSettings:
+    """How features follow from samples, for those extractors that `features/speech/log_mel.py` computes."""
+
+    rate: int  # samples per second
+    num_samples: int  # of a clip; silence is added to a shorter one
+    window: int  # samples of a frame
+    hop: int  # samples between the beginnings of two frames
+
+
+@dataclass(frozen=True)
 class SpeechRules:
     """The rules of a checkpoint for transcriptions. All values but `most_tokens` and `latest_first` are token ids."""
 
@@ -52,9 +62,10 @@ class SpeechConfig:
     num_slots: int  # clips whose keys and values are on the device; each running request holds one
     step_clips: int  # most clips that a step encodes
     encoder_backend: str  # attention backend of the encoder
-    num_workers: int  # processes that compute features
-    cache_bytes: int  # features kept in each process that takes requests
+    num_workers: int  # processes that decode audio, and compute features that the device does not compute
+    cache_bytes: int  # samples and features kept in each process that takes requests
     rules: SpeechRules | None = None  # None if the checkpoint states none; it then serves prompts alone
+    mel: MelSettings | None = None  # set if the device computes the features of clips, from samples
 
 
 def require_rules(config: SpeechConfig | None) -> SpeechRules:

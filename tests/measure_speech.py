@@ -2,14 +2,15 @@
 
     python tests/measure_speech.py -o speech.json
     python tests/measure_speech.py --tiny --clips 2 --repeats 1
+    python tests/measure_speech.py --audio-features workers --encoder-tokens 24000
 
 The model has the shape of Whisper large-v3-turbo, with random weights; with --tiny it is one that a CPU computes. Every
 repeat has new clips of noise of 30 seconds, and each is followed by the same number of tokens, greedily. Features are
-computed within the time: by the engine's workers, and by transformers' extractor on the device. transformers runs with
-its default cache, and with a static cache and torch.compile; the faster of the two is the one to compare with.
+computed within the time: where `audio_features` says, and by transformers' extractor on the device. transformers runs
+with its default cache, and with a static cache and torch.compile; the faster of the two is the one to compare with.
 
-JSON: rows (what, seconds, values, rate: seconds of audio a second), ratios (transformers' fastest over the engine),
-device, model, tokens.
+JSON: rows (what, seconds, values, rate: seconds of audio a second; of the engine also counts: what some of its metrics
+have gained in a call), ratios (transformers' fastest over the engine), device, model, tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,6 +62,7 @@ TINY = LARGE_V3_TURBO | {
     "decoder_ffn_dim": 64,
 }
 Clips = Sequence[np.ndarray]
+COUNTED = ("steps", "clips_encoded", "encoder_runs", "mm_cache_queries", "graph_replays", "graph_fallbacks")
 
 
 def save_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -130,7 +132,17 @@ def row(what: str, clips: int, values: list[float]) -> dict[str, Any]:
     return {"what": what, "seconds": seconds, "rate": clips * SECONDS / seconds, "values": values}
 
 
-def measure(folder: Path, counts: Sequence[int], tokens: int, repeats: int) -> dict[str, Any]:
+def engine_row(llm: LLM, count: int, tokens: int, repeats: int, random: np.random.Generator) -> dict[str, Any]:
+    run = engine_run(llm, tokens)
+    before = llm.metrics()
+    values = repeated(run, count, tokens, repeats, random)
+    gained = {name: (llm.metrics().get(name, 0) - before.get(name, 0)) / (repeats + 1) for name in COUNTED}
+    return row(f"engine, {count} at once", count, values) | {"counts": gained}
+
+
+def measure(
+    folder: Path, counts: Sequence[int], tokens: int, repeats: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
     random = np.random.default_rng(0)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     rows: list[dict[str, Any]] = []
@@ -142,10 +154,11 @@ def measure(folder: Path, counts: Sequence[int], tokens: int, repeats: int) -> d
         gpu_memory_utilization=0.5,
         skip_tokenizer_init=True,
         progress=False,
+        **options,
     ) as llm:
         run = engine_run(llm, tokens)
         for count in counts:
-            rows.append(row(f"engine, {count} at once", count, repeated(run, count, tokens, repeats, random)))
+            rows.append(engine_row(llm, count, tokens, repeats, random))
             engine[count] = rows[-1]["seconds"]
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         again = new_clips(random, 1)
@@ -183,6 +196,8 @@ def main() -> None:
     parser.add_argument("--clips", type=int, action="append", help="clips at once; default: 1 and 64")
     parser.add_argument("--tokens", type=int, default=100, help="of each clip")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--audio-features", choices=("auto", "device", "workers"), default="auto")
+    parser.add_argument("--encoder-tokens", type=int, help="max_num_encoder_input_tokens; 1,500 are a clip")
     parser.add_argument("--output", "-o", type=Path, help="file for the JSON, which is printed too")
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -193,7 +208,8 @@ def main() -> None:
             torch.bfloat16 if on_gpu else torch.float32,
             torch.device("cuda" if on_gpu else "cpu"),
         )
-        found = measure(Path(folder), given.clips or [1, 64], given.tokens, given.repeats)
+        options = {"audio_features": given.audio_features, "max_num_encoder_input_tokens": given.encoder_tokens}
+        found = measure(Path(folder), given.clips or [1, 64], given.tokens, given.repeats, options)
     found["model"] = "tiny" if given.tiny else "whisper-large-v3-turbo"
     text = json.dumps(found, indent=1) + "\n"
     if given.output is not None:

@@ -7,16 +7,17 @@ import torch
 from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase
 from compiled_engine.config import ModelConfig, SchedulerConfig
+from compiled_engine.models.checkpoint.mel_settings import read_mel_settings
 from compiled_engine.models.checkpoint.speech_rules import read_speech_rules
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.cores import usable_cores
 from compiled_engine.resolve.image_input import GIB
 from compiled_engine.resolve.speculation import read_speculation
 from compiled_engine.schema import require_defaults
-from compiled_engine.speech import SpeechConfig
+from compiled_engine.speech import MelSettings, SpeechConfig, SpeechDescription
 
-# Most clips on the device unless the user states a number.
-DEFAULT_SLOTS = 32
+# Clips on the device unless the user states a number: at most this number, or, on a GPU, those that these bytes hold.
+DEFAULT_SLOTS, SLOT_BYTES = 32, 4 * GIB
 # Options that a speech model rules out.
 _REFUSED = {
     "tensor_parallel_size": "the cross-attention of a speech model is not divided among ranks",
@@ -40,7 +41,7 @@ def resolve_speech(
     """
     speech = model.speech
     if speech is None:
-        require_defaults(options, "the model takes no audio", "audio_workers")
+        require_defaults(options, "the model takes no audio", "audio_workers", "audio_features")
         return None
     for name, reason in _REFUSED.items():
         require_defaults(options, reason, name)
@@ -51,8 +52,9 @@ def resolve_speech(
         )
     num_slots = _clips(options, "encoder_cache_size", speech.length)
     if num_slots is None:
-        num_slots = min(scheduler.max_num_seqs, DEFAULT_SLOTS)
-        reasons["speech.num_slots"] = f"one for each running request, at most {DEFAULT_SLOTS}"
+        most = most_slots(model, speech, device)
+        num_slots = min(scheduler.max_num_seqs, most)
+        reasons["speech.num_slots"] = f"one for each running request, at most {most}"
     step_clips = _clips(options, "max_num_encoder_input_tokens", speech.length)
     if step_clips is None:
         step_clips = max(1, scheduler.max_num_batched_tokens // speech.length)
@@ -70,7 +72,42 @@ def resolve_speech(
         num_workers=num_workers,
         cache_bytes=int(options.mm_processor_cache_gb * GIB),
         rules=read_speech_rules(model.path, scheduler.max_model_len),
+        mel=_mel(options, model, speech, device, reasons),
     )
+
+
+def most_slots(model: ModelConfig, speech: SpeechDescription, device: torch.device) -> int:
+    """Return the most slots of clips that an engine has by default."""
+    if device.type != "cuda":
+        return DEFAULT_SLOTS
+    slot_bytes = 2 * model.num_layers * speech.length * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    return max(DEFAULT_SLOTS, SLOT_BYTES // slot_bytes)
+
+
+def _mel(
+    options: EngineOptions,
+    model: ModelConfig,
+    speech: SpeechDescription,
+    device: torch.device,
+    reasons: dict[str, str],
+) -> MelSettings | None:
+    """Return the settings of features that the device computes; None if workers compute them.
+
+    Raises ValueError if the device is asked for and cannot compute them.
+    """
+    asked = options.audio_features
+    if asked == "workers":
+        return None
+    if asked == "auto" and device.type == "cpu":
+        reasons["speech.mel"] = "workers compute features while the CPU computes steps"
+        return None
+    try:
+        return read_mel_settings(model.path, speech)
+    except ValueError as error:
+        if asked == "device":
+            raise ValueError(f"audio_features is 'device', but {error}; or audio_features='workers'") from None
+        reasons["speech.mel"] = f"workers compute features: {error}"
+        return None
 
 
 def _clips(options: EngineOptions, name: str, length: int) -> int | None:

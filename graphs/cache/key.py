@@ -15,7 +15,7 @@ from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
-from compiled_engine.speech import SpeechDescription, SpeechRules
+from compiled_engine.speech import MelSettings, SpeechDescription, SpeechRules
 from compiled_engine.vision import VisionDescription
 
 # Fields that can change the pieces, their plan or their ranges.
@@ -92,8 +92,9 @@ SPEECH_FIELDS = (
     *(f"speech.{name}" for name in ("num_slots", "step_clips", "encoder_backend")),
 )
 OTHER_SPEECH_FIELDS = (
-    *("speech.num_workers", "speech.cache_bytes", "speech.rules"),
+    *("speech.num_workers", "speech.cache_bytes", "speech.rules", "speech.mel"),
     *(f"speech.rules.{field.name}" for field in fields(SpeechRules)),
+    *(f"speech.mel.{field.name}" for field in fields(MelSettings)),  # computed before the encoder's graph
 )
 SPEECH_PACKAGES = ("passes.speech",)
 # Fields of an engine with adapters: the shapes of their slots.

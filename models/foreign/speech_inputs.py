@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,10 @@ def encoder_tensors(speech: SpeechDescription, dtype: torch.dtype) -> tuple[Step
     return (StepTensor(FEATURES, ("tokens", speech.num_mel_bins, speech.num_frames), dtype), *ATTENTION_TENSORS)
 
 
-def encoder_inputs(
-    speech: SpeechDescription, clips: Sequence[torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Return the encoder's inputs for these clips, on the CPU, by the names of `encoder_tensors`.
+def encoder_inputs(speech: SpeechDescription, features_CMF: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the encoder's inputs for the features of C clips, by the names of `encoder_tensors`.
 
-    clips: features [num_mel_bins, num_frames] of each, in any float dtype.
+    features_CMF: [C, num_mel_bins, num_frames], on any device. All other inputs are on the CPU.
     """
-    features_CMF = torch.stack(list(clips)).to(dtype)
-    return {FEATURES: features_CMF, **packed_inputs(len(clips), [speech.length] * len(clips))}
+    num_clips = len(features_CMF)
+    return {FEATURES: features_CMF, **packed_inputs(num_clips, [speech.length] * num_clips)}

@@ -16,10 +16,13 @@ from compiled_engine.kernels.launch_arguments import dependent_launch, next_powe
 from compiled_engine.kernels.launcher import quick_launches
 
 KEYS, NUM_WARPS = 64, 4  # keys that a program reads at a time
+# A program that has a multiprocessor to itself mostly waits for memory, so it reads more at a time: so many keys, but
+# no more elements than its registers hold.
+FEW_PROGRAMS, FEW_KEYS, FEW_ELEMENTS, FEW_WARPS = 132, 256, 16384, 8
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale", "q_token_stride", "q_head_stride"])
 def cross_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -27,6 +30,8 @@ def cross_attention_kernel(
     clip_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
     LENGTH: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -37,8 +42,8 @@ def cross_attention_kernel(
     """Write the attention of one query to the LENGTH keys of its token's clip; zeros for a negative clip.
 
     Program (token, head). q_ptr, out_ptr: [T, NUM_HEADS, HEAD_DIM]; k_ptr, v_ptr: [clips * LENGTH, NUM_HEADS,
-    HEAD_DIM]; clip_ptr: int32 [T]; all contiguous. BLOCK_D: HEAD_DIM rounded up to a power of two. BLOCK_L: keys read
-    at a time.
+    HEAD_DIM]; clip_ptr: int32 [T]; all contiguous but q, whose elements of a head are. BLOCK_D: HEAD_DIM rounded up to
+    a power of two. BLOCK_L: keys read at a time.
     """
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -48,7 +53,8 @@ def cross_attention_kernel(
     inside_D = d_D < HEAD_DIM
     own = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     clip = tl.load(clip_ptr + token)
-    q_D = tl.load(q_ptr + own + d_D, inside_D, other=0.0).to(tl.float32) * scale
+    q_own = token.to(tl.int64) * q_token_stride + head * q_head_stride
+    q_D = tl.load(q_ptr + q_own + d_D, inside_D, other=0.0).to(tl.float32) * scale
     largest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     sum_D = tl.zeros([BLOCK_D], tl.float32)
@@ -71,6 +77,13 @@ def cross_attention_kernel(
     tl.store(out_ptr + own + d_D, out_D.to(out_ptr.dtype.element_ty), inside_D)
 
 
+def tiles(num_programs: int, block_d: int) -> tuple[int, int]:
+    """Return the keys that each program of a launch reads at a time, and its warps."""
+    if num_programs <= FEW_PROGRAMS:
+        return min(FEW_KEYS, FEW_ELEMENTS // block_d), FEW_WARPS
+    return KEYS, NUM_WARPS
+
+
 def attend_to_clips(
     q_THd: torch.Tensor,
     k_EHd: torch.Tensor,
@@ -83,9 +96,12 @@ def attend_to_clips(
 
     Keys and values must be contiguous.
     """
-    q_THd = q_THd.contiguous()
-    out_THd = torch.empty_like(q_THd)
+    if q_THd.stride(-1) != 1:
+        q_THd = q_THd.contiguous()
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     num_tokens, num_heads, head_dim = q_THd.shape
+    block_d = next_power_of_2(head_dim)
+    block_l, num_warps = tiles(num_tokens * num_heads, block_d)
     cross_attention_kernel[(num_tokens, num_heads)](
         q_THd,
         k_EHd,
@@ -93,12 +109,14 @@ def attend_to_clips(
         clip_T,
         out_THd,
         scale,
+        q_THd.stride(0),
+        q_THd.stride(1),
         LENGTH=length,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_L=KEYS,
-        num_warps=NUM_WARPS,
+        BLOCK_D=block_d,
+        BLOCK_L=block_l,
+        num_warps=num_warps,
         **dependent_launch(q_THd.device),
     )
     return out_THd

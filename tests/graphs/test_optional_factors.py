@@ -22,7 +22,7 @@ from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
-from compiled_engine.speech import SpeechConfig, SpeechDescription, SpeechRules
+from compiled_engine.speech import MelSettings, SpeechConfig, SpeechDescription, SpeechRules
 from compiled_engine.vision import VisionDescription
 
 ENVIRONMENT = Environment({}, {}, {}, {}, {}, {})
@@ -96,7 +96,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "speech": (
         SpeechConfig(num_slots=4, step_clips=2, encoder_backend="torch", num_workers=1, cache_bytes=0),
         {"num_slots": 5, "step_clips": 1, "encoder_backend": "cpp"},
-        {"num_workers": 2, "cache_bytes": 9, "rules": SPEECH_RULES},
+        {"num_workers": 2, "cache_bytes": 9, "rules": SPEECH_RULES, "mel": MelSettings(16_000, 480_000, 400, 160)},
     ),
     "adapters": (
         AdapterConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=2),

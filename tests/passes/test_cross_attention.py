@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper_compilation import compiled_for_hopper
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from interpreting_process import interpret
 
 from compiled_engine.passes.speech.cross_attention import reference
-from compiled_engine.passes.speech.cross_attention_kernel import cross_attention_kernel
+from compiled_engine.passes.speech.cross_attention_kernel import cross_attention_kernel, tiles
 
 INTERPRETED = """
 import torch
@@ -16,9 +16,10 @@ from poison import poisoned
 from compiled_engine.passes.speech.cross_attention import launch, reference
 
 generator = torch.Generator().manual_seed(0)
+cases = [(1, 1, 300, 1, 64), (5, 3, 70, 2, 16), (7, 2, 256, 3, 24), (67, 3, 70, 2, 8)]
 with poisoned():
-    for tokens, clips, length, heads, size in [(1, 1, 5, 1, 8), (5, 3, 70, 2, 16), (7, 2, 128, 3, 24)]:
-        q = torch.randn(tokens, heads, size, generator=generator)
+    for tokens, clips, length, heads, size in cases:
+        q = torch.randn(heads, tokens, size, generator=generator).transpose(0, 1)
         k, v = (torch.randn(clips * length, heads, size, generator=generator) for _ in range(2))
         clip = torch.randint(-1, clips, (tokens,), generator=generator, dtype=torch.int32)
         found = launch(q, k, v, clip, length, 0.3)
@@ -50,9 +51,18 @@ def test_the_kernel_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 80])
-def test_the_kernel_compiled_for_hopper(size: int) -> None:
-    """Needs no GPU."""
-    constants = {"LENGTH": 1500, "NUM_HEADS": 20, "HEAD_DIM": size, "BLOCK_D": 64 if size == 64 else 128, "BLOCK_L": 64}
-    types = {"clip_ptr": "*i32", "scale": "fp32"}
-    program = compiled_for_hopper(cross_attention_kernel, constants | {"DEPENDENT_LAUNCH": 1}, types, aligned=())
+@pytest.mark.parametrize("num_programs", [20, 1280])
+def test_the_kernel_compiled_for_hopper(size: int, num_programs: int) -> None:
+    """Needs no GPU. Registers hold the keys that a program reads at a time."""
+    block_d = 64 if size == 64 else 128
+    block_l, num_warps = tiles(num_programs, block_d)
+    constants = {"LENGTH": 1500, "NUM_HEADS": 20, "HEAD_DIM": size, "BLOCK_D": block_d, "BLOCK_L": block_l}
+    program = compiled_for_hopper(
+        cross_attention_kernel,
+        constants | {"DEPENDENT_LAUNCH": 1},
+        {"clip_ptr": "*i32", "scale": "fp32"},
+        aligned=(),
+        num_warps=num_warps,
+    )
     assert "griddepcontrol.wait" in program.asm["ptx"]
+    assert stack_bytes(program) <= 16

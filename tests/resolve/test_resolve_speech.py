@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from speech_models import LENGTH, save_config
+import torch
+from speech_models import LENGTH, MELS, RATE, SECONDS, save_config
+from transformers import WhisperFeatureExtractor
 
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.speech import most_slots
+from compiled_engine.speech import MelSettings
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "mode": "eager", "load_format": "dummy", "skip_tokenizer_init": True}
 
@@ -35,6 +40,32 @@ def test_limits_of_clips(folder: Path, options: dict[str, Any], num_slots: int, 
     found = resolve(EngineOptions(model=folder, **OPTIONS | options)).speech
     assert found is not None
     assert (found.num_slots, found.step_clips) == (num_slots, step_clips)
+
+
+def test_a_gpu_has_slots_for_as_many_clips_as_fit_into_its_share(folder: Path) -> None:
+    model = resolve(EngineOptions(model=folder, **OPTIONS)).model
+    turbo = replace(model, num_layers=4, num_kv_heads=20, head_dim=64, dtype=torch.bfloat16)
+    assert model.speech is not None
+    speech = replace(model.speech, length=1500)
+    assert most_slots(turbo, speech, torch.device("cpu")) == 32
+    assert most_slots(turbo, speech, torch.device("cuda", 0)) == (4 << 30) // (2 * 4 * 1500 * 1280 * 2)
+    assert most_slots(replace(turbo, num_layers=32), speech, torch.device("cuda", 0)) == 32
+
+
+def test_where_features_are_computed(tmp_path: Path) -> None:
+    save_config(tmp_path)
+
+    def found(asked: str) -> MelSettings | None:
+        config = resolve(EngineOptions(model=tmp_path, **OPTIONS, audio_features=asked))
+        assert config.speech is not None
+        return config.speech.mel
+
+    with pytest.raises(ValueError, match=r"audio_features is 'device', but .*preprocessor_config.json is missing"):
+        found("device")
+    WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS).save_pretrained(tmp_path)
+    assert found("device") == MelSettings(RATE, RATE * SECONDS, 400, 160)
+    assert found("workers") is None
+    assert found("auto") is None  # on a CPU
 
 
 @pytest.mark.parametrize(
@@ -67,3 +98,5 @@ def test_a_text_model_has_no_clips() -> None:
     assert resolve(EngineOptions(model=BUNDLED_MODEL_PATH, **options)).speech is None
     with pytest.raises(ValueError, match="audio_workers"):
         resolve(EngineOptions(model=BUNDLED_MODEL_PATH, **options, audio_workers=2))
+    with pytest.raises(ValueError, match="audio_features"):
+        resolve(EngineOptions(model=BUNDLED_MODEL_PATH, **options, audio_features="device"))

@@ -105,13 +105,13 @@ class PixelStore:
         return completed
 
     def inputs(self, key: str) -> dict[str, PlainTensor]:
-        """Return the tower's inputs of an image whose pixels are complete. The caller may write to their data."""
+        """Return the tower's inputs of an image whose pixels are complete. Inputs of one piece are not copied."""
         pieces = self._images[key].pieces
         data: dict[str, list[bytes]] = {}
         for number in sorted(pieces):
             data.setdefault(pieces[number][0], []).append(pieces[number][3])
         about = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in pieces.values()}
-        return {name: PlainTensor(*about[name], cast(bytes, bytearray().join(parts))) for name, parts in data.items()}
+        return {name: PlainTensor(*about[name], _joined(parts)) for name, parts in data.items()}
 
     def drop(self, key: str) -> None:
         """Drop the pixels of an image, if they are here or asked for."""
@@ -125,3 +125,7 @@ class PixelStore:
         for key in asked:
             self.drop(key)
         return bool(asked)
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return parts[0] if len(parts) == 1 else cast(bytes, bytearray().join(parts))

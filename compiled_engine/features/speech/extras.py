@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,17 @@ from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PlainTensor
 
 NAME = "speech"
-FEATURES = "input_features"  # name of a clip's features among the extractor's output
+# Names of a clip's inputs: features [num_mel_bins, num_frames], as the extractor's output names them, or samples in
+# float32, [at most num_samples], at the extractor's rate. A clip has one of them.
+FEATURES, SAMPLES = "input_features", "samples"
+ClipInputs = Mapping[str, PlainTensor]
 # The key in a request's extra_args for the rules of transcriptions, and its values: without timestamps, and with them.
 TRANSCRIPTION = "transcription"
 TRANSCRIPTIONS = ("text", "timestamps")
 
 
 class PromptClip(msgspec.Struct, frozen=True, array_like=True):
-    """The audio of a prompt, whose features follow when the core asks for them."""
+    """The audio of a prompt, whose samples or features follow when the core asks for them."""
 
     key: str  # hex digest of the audio; clips with the same key have the same keys and values
 
@@ -27,7 +31,7 @@ class NewClip(msgspec.Struct, frozen=True, array_like=True):
     """A clip that is encoded at a step's beginning."""
 
     slot: int
-    inputs: Mapping[str, PlainTensor]  # the feature extractor's output, by its names
+    inputs: ClipInputs
 
 
 def clip_of(request: EngineRequest) -> PromptClip | None:
@@ -39,6 +43,11 @@ def clip_of(request: EngineRequest) -> PromptClip | None:
 def extras_of(key: str) -> dict[str, Any]:
     """Return the extras of a request with this clip."""
     return {NAME: PromptClip(key)}
+
+
+def blank_clip(name: str, *shape: int) -> ClipInputs:
+    """Return the inputs of a clip of zeros in float32. name: FEATURES or SAMPLES."""
+    return {name: PlainTensor("float32", shape, bytes(4 * math.prod(shape)))}
 
 
 def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:

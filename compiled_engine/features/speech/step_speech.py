@@ -11,7 +11,8 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.features.speech.extras import FEATURES, NAME, new_clips_of
+from compiled_engine.features.speech.extras import FEATURES, NAME, SAMPLES, ClipInputs, blank_clip, new_clips_of
+from compiled_engine.features.speech.log_mel import ClipFeatures, LogMel
 from compiled_engine.features.speech.token_rules import TokenRules
 from compiled_engine.graphs.compiler.signature import ENCODE, HOISTED, Signature, callables_of
 from compiled_engine.models.foreign.speech_inputs import CLIP, NO_CLIP, encoder_inputs
@@ -46,7 +47,9 @@ class StepSpeech(StepFeature):
         self._encode, self._hoisted, self._states = encode, hoisted, states
         self._kept = [tensor.unflatten(0, (config.num_slots, speech.length)) for tensor in kept]
         self._on_host = {tensor.name for tensor in signature.tensors if tensor.on_host}
-        self._dtype, self._device = kept[0].dtype, kept[0].device
+        dtype, self._device = kept[0].dtype, kept[0].device
+        log_mel = None if config.mel is None else LogMel(config.mel, speech.num_mel_bins, self._device)
+        self._features = ClipFeatures(log_mel, dtype, self._device)
         states.fields.declare(RowField(CLIP, initial=NO_CLIP))
         self._rules, self._num_runs = rules, 0
 
@@ -79,8 +82,14 @@ class StepSpeech(StepFeature):
             return 0
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        blank = torch.zeros(self._speech.num_mel_bins, self._speech.num_frames)
-        self._run([blank] * min(self._config.step_clips, self._config.num_slots))
+        most = min(self._config.step_clips, self._config.num_slots)
+        if (mel := self._config.mel) is None:
+            blank = blank_clip(FEATURES, self._speech.num_mel_bins, self._speech.num_frames)
+        else:
+            blank = blank_clip(SAMPLES, mel.num_samples)
+            for count in range(1, most):  # each number of clips has its own plan of Fourier transforms
+                self._features.of([blank] * count)
+        self._run([blank] * most)
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def added(self, row: int, request: NewRequest) -> None:
@@ -90,7 +99,7 @@ class StepSpeech(StepFeature):
         """Encode the step's new clips, and write their keys and values to their slots."""
         if not (new := new_clips_of(step.extras)):
             return
-        results = self._run([clip.inputs[FEATURES].tensor() for clip in new])
+        results = self._run([clip.inputs for clip in new])
         slots_C = upload(torch.tensor([clip.slot for clip in new], dtype=torch.int64).numpy(), self._device)
         for kept_SLHd, new_EHd in zip(self._kept, results, strict=True):
             kept_SLHd.index_copy_(0, slots_C, new_EHd.reshape(len(new), *kept_SLHd.shape[1:]))
@@ -103,15 +112,14 @@ class StepSpeech(StepFeature):
     def metrics(self) -> dict[str, Any]:
         return {"encoder_runs": self._num_runs}
 
-    def _run(self, clips: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Encode the features of C clips. Return keys and values of the first layer, then of the next ones.
-
-        Each is [C * length, H, d].
-        """
-        inputs = encoder_inputs(self._speech, clips, self._dtype)
+    def _run(self, clips: Sequence[ClipInputs]) -> Sequence[torch.Tensor]:
+        """Encode C clips. Return keys and values of the first layer, then of the next ones, [C * length, H, d] each."""
+        inputs = encoder_inputs(self._speech, self._features.of(clips))
         given = {name: each if name in self._on_host else self._on_device(each) for name, each in inputs.items()}
         with torch.no_grad():
             return self._hoisted(self._encode(*self._signature.passed(given)))
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        if tensor.device.type == self._device.type:
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from speech_models import FIRST_TIME, RATE, SpeechOracle, random_clip, rules_of, transcribing_oracle
+import soundfile
+from speech_models import (
+    FIRST_TIME,
+    RATE,
+    SpeechOracle,
+    check_segments,
+    random_clip,
+    rules_of,
+    segments_of_generate,
+    transcribing_oracle,
+)
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
 
@@ -129,6 +140,25 @@ def test_tokens_are_the_same_if_requests_wait_for_a_slot(oracle: SpeechOracle) -
         metrics = llm.metrics()
     assert metrics["clip_slots"] == 1
     assert metrics["encoder_runs"] == metrics["clips_encoded"] >= 3
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_are_the_same_if_the_device_computes_features(oracle: SpeechOracle) -> None:
+    """Files go through a worker, as samples; audio with timestamps does so as features."""
+    with LLM(oracle.folder, mode="eager", **OPTIONS | {"skip_tokenizer_init": False}, audio_features="device") as llm:
+        check_twice(oracle, llm)
+        assert llm.metrics()["mm_cache_queries"] == 0
+        file, (ids, number, _) = io.BytesIO(), PROMPTS[0]
+        soundfile.write(file, random_clip(number), RATE, format="WAV", subtype="FLOAT")
+        asked = given(ids, number) | {"multi_modal_data": {"audio": file.getvalue()}}
+        (output,) = llm.generate(asked, greedy(), use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == oracle.greedy(ids, random_clip(number), COUNT)[0]
+        assert llm.metrics()["mm_cache_queries"] == 1
+        long = random_clip(7, seconds=2)
+        found = llm.transcribe((long, RATE), language="en", temperature=0.0, timestamps=True)
+        check_segments(found.segments, segments_of_generate(oracle, long, language="en", task="transcribe"), 2.0)
+        with pytest.raises(ValueError, match=r"has 2.0 s; allowed: at most 1"):
+            llm.generate(given([2], 0) | {"multi_modal_data": {"audio": (long, RATE)}}, greedy(), use_tqdm=False)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from compiled_engine.features.images.extras import PlainTensor
 
+NO_PLACEHOLDER = -1
 GRID = "grid_thw"  # end of the names of inputs with an image's rows and columns
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,13 +26,26 @@ def read_audio(name: str, audio: Any) -> MediaSource:
 
     Raises TypeError, ValueError or OSError, beginning with the name, for a value that is no audio or is out of bounds.
     """
+    return audio_reader(name, audio)()
+
+
+def audio_reader(name: str, audio: Any) -> Callable[[], MediaSource]:
+    """Return a function that returns what `read_audio` does, and may be called in another thread.
+
+    Files are read, and types, shapes and rates are checked at once. The returned function copies samples, and raises
+    ValueError, beginning with the name, if some are not finite. Raises as `read_audio` for everything else.
+    """
     try:
         if isinstance(audio, bytes | bytearray | memoryview):
-            return file_source(bytes(audio))
+            source = file_source(bytes(audio))
+            return lambda: source
         if isinstance(audio, str | Path):
-            return file_source(read_file(Path(audio)))
+            source = file_source(read_file(Path(audio)))
+            return lambda: source
         if isinstance(audio, tuple) and len(audio) == 2 and hasattr(audio[0], "__array__"):
-            return _of_samples(np.asarray(audio[0]), audio[1])
+            samples_N, rate = np.asarray(audio[0]), audio[1]
+            _check_samples(samples_N, rate)
+            return partial(_of_samples, name, samples_N, int(rate))
     except OSError as error:
         raise OSError(f"{name}: {error.strerror or error}: {str(error.filename)!r}") from error
     except (TypeError, ValueError) as error:
@@ -38,7 +53,7 @@ def read_audio(name: str, audio: Any) -> MediaSource:
     raise TypeError(f"{name} must be {ALLOWED}, got {type(audio).__name__}")
 
 
-def _of_samples(samples: np.ndarray[Any, Any], rate: Any) -> MediaSource:
+def _check_samples(samples: np.ndarray[Any, Any], rate: Any) -> None:
     if isinstance(rate, bool) or not isinstance(rate, int | np.integer) or not LEAST_RATE <= rate <= MOST_RATE:
         raise ValueError(f"the rate must be a whole number from {LEAST_RATE} to {MOST_RATE}, got {rate!r}")
     if samples.ndim != 1 or samples.size == 0 or samples.dtype not in (np.float32, np.float64, np.int16):
@@ -46,12 +61,15 @@ def _of_samples(samples: np.ndarray[Any, Any], rate: Any) -> MediaSource:
             "samples must be a float or int16 array of shape [number], one channel, got "
             f"{samples.dtype} of shape {list(samples.shape)}"
         )
-    if samples.dtype == np.int16:
-        samples = samples / 32768
-    samples = np.ascontiguousarray(samples, dtype=np.float32)
-    if not np.isfinite(samples).all():
-        raise ValueError("samples must be finite")
-    return MediaSource("samples", samples.tobytes(), str(int(rate)), samples.shape)
+
+
+def _of_samples(name: str, given_N: np.ndarray[Any, Any], rate: int) -> MediaSource:
+    """Copy samples. In numpy this does not hold the interpreter's lock, as `tobytes` would."""
+    factor = np.float32(1 / 32768 if given_N.dtype == np.int16 else 1)
+    samples_N = np.multiply(given_N, factor, dtype=np.float32, casting="same_kind")
+    if not np.isfinite(samples_N).all():
+        raise ValueError(f"{name}: samples must be finite")
+    return MediaSource("samples", cast(bytes, memoryview(samples_N).cast("B")), str(rate), samples_N.shape)
 
 
 def samples_of(source: MediaSource) -> Samples:
@@ -60,6 +78,12 @@ def samples_of(source: MediaSource) -> Samples:
     if len(samples_N) > LONGEST_S * rate:
         raise ValueError(f"audio has {len(samples_N) / rate:.0f} s; allowed: at most {LONGEST_S}")
     return samples_N
+
+
+def check_length(samples_N: Samples, rate: int, most_seconds: float) -> None:
+    """Raise ValueError for samples that last longer than `most_seconds`."""
+    if len(samples_N) > most_seconds * rate:
+        raise ValueError(f"the audio has {len(samples_N) / rate:.1f} s; allowed: at most {most_seconds:g}")
 
 
 def decoded_audio(data: bytes, most_seconds: float) -> tuple[Samples, int]:

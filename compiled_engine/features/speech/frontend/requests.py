@@ -1,4 +1,8 @@
-"""Requests with audio: its features are computed in worker processes, and given to the core when it asks for them."""
+"""Requests with audio: its samples or features are prepared, and given to the core when it asks for them.
+
+Worker processes decode files and convert rates. They also compute features, unless the device does. Samples at the
+extractor's rate, for a device that computes features, need no worker.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,23 @@ import torch
 
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.images.extras import PlainTensor
-from compiled_engine.features.images.frontend.cache import ProcessedMedia
+from compiled_engine.features.images.frontend.cache import NO_PLACEHOLDER, ProcessedMedia
 from compiled_engine.features.images.frontend.processing import MediaProcessing
 from compiled_engine.features.images.pixels import calls_of
-from compiled_engine.features.speech.extras import FEATURES, extras_of
+from compiled_engine.features.speech.extras import FEATURES, SAMPLES, extras_of
 from compiled_engine.features.speech.frontend import quiet_windows, timed_windows
-from compiled_engine.features.speech.frontend.audio import LONGEST_S, Samples, read_audio, samples_of
+from compiled_engine.features.speech.frontend.audio import (
+    LONGEST_S,
+    Samples,
+    audio_reader,
+    check_length,
+    read_audio,
+    samples_of,
+)
 from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
 from compiled_engine.features.speech.frontend.timed_windows import Features
 from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Transcribing
-from compiled_engine.features.speech.frontend.worker import RATE, SAMPLES, SECONDS
+from compiled_engine.features.speech.frontend.worker import CLIP, RATE, SECONDS
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
 from compiled_engine.process.smallest_first import Stopped, never
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
 DATA, AUDIO = "multi_modal_data", "audio"
 # Settings of a worker for audio that is to be transcribed: it answers with samples, or with the features of all.
 WHOLE_FILE, WHOLE_FEATURES = ({"most_seconds": LONGEST_S, "answer": name} for name in (SAMPLES, FEATURES))
+CLIP_SAMPLES = {"answer": CLIP}  # and for a clip whose features the device computes
 
 
 class ExtractorFiles(NamedTuple):
@@ -62,7 +74,7 @@ class ExtractorFiles(NamedTuple):
 
 
 class SpeechRequests(RequestFeature):
-    """Turns the audio of prompts into features, and long audio into prompts.
+    """Turns the audio of prompts into samples or features of clips, and long audio into prompts.
 
     processing, model, config: None for a model that takes no audio. tokenizer: None if prompts are token ids.
     """
@@ -180,20 +192,38 @@ class SpeechRequests(RequestFeature):
         if self.processing.unusable:
             raise ValueError(f"{name} must have no audio: {self.processing.unusable}")
         name = f"{name}['audio']"
-        return PromptAudio(partial(self._clip, name, read_audio(name, audio)))
+        return PromptAudio(partial(self._clip, name, audio_reader(name, audio)))
 
-    def _clip(self, name: str, source: MediaSource, is_stopped: Stopped) -> ProcessedMedia:
-        """Return the features of a clip. Raises ValueError, beginning with the name."""
-        assert self.processing is not None
-        assert self._speech is not None
+    def _clip(self, name: str, read: Callable[[], MediaSource], is_stopped: Stopped) -> ProcessedMedia:
+        """Return a clip with its features, or with samples from which the device computes them.
+
+        Raises ValueError, beginning with the name.
+        """
+        assert self._config is not None
+        source = read()
         try:
-            clip = self.processing.result(self.processing.submit(source, {}), is_stopped)
-            found, wanted = tuple(clip.inputs[FEATURES].shape), (self._speech.num_mel_bins, self._speech.num_frames)
-            if found != wanted:
-                raise ValueError(f"the features have the shape {list(found)}; allowed for the model: {list(wanted)}")
+            if (mel := self._config.mel) is None:
+                return self._with_features(source, is_stopped)
+            if source.kind == "file" or int(source.mode) != mel.rate:
+                return self._answered(source, CLIP_SAMPLES, is_stopped)
+            samples_N = samples_of(source)
+            check_length(samples_N, mel.rate, mel.num_samples / mel.rate)
+            inputs = {SAMPLES: PlainTensor("float32", samples_N.shape, source.data)}
+            return ProcessedMedia(source.digest(SAMPLES), NO_PLACEHOLDER, (), inputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+    def _with_features(self, source: MediaSource, is_stopped: Stopped) -> ProcessedMedia:
+        assert self._speech is not None
+        clip = self._answered(source, {}, is_stopped)
+        found, wanted = tuple(clip.inputs[FEATURES].shape), (self._speech.num_mel_bins, self._speech.num_frames)
+        if found != wanted:
+            raise ValueError(f"the features have the shape {list(found)}; allowed for the model: {list(wanted)}")
         return clip
+
+    def _answered(self, source: MediaSource, settings: Mapping[str, Any], is_stopped: Stopped) -> ProcessedMedia:
+        assert self.processing is not None
+        return self.processing.result(self.processing.submit(source, settings), is_stopped)
 
     def metrics(self) -> dict[str, float]:
         return {} if self.processing is None else self.processing.metrics()
@@ -204,9 +234,9 @@ class SpeechRequests(RequestFeature):
 
 
 class PromptAudio(Attachment):
-    """The audio of a prompt. Its features are kept while its request runs, as the core may ask for them again.
+    """The audio of a prompt. Its clip is kept while its request runs, as the core may ask for its inputs again.
 
-    load: returns the features; raises ValueError for audio that cannot be decoded.
+    load: returns the clip; raises ValueError for audio that cannot be decoded.
     """
 
     def __init__(self, load: Callable[[Stopped], ProcessedMedia]) -> None:
@@ -234,6 +264,6 @@ class PromptAudio(Attachment):
         return RequestPart(extras_of(key), root={AUDIO: key}, give=self.give)
 
     def give(self, keys: Sequence[str], is_stopped: Stopped = never) -> list[ControlCall]:
-        """Return the control calls with the features, see PreparedRequest."""
+        """Return the control calls with the clip's inputs, see PreparedRequest."""
         assert self._clip is not None
         return list(calls_of(dict.fromkeys(keys, self._clip.inputs)))

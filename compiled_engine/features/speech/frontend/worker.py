@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compiled_engine.features.images.extras import PlainTensor
+from compiled_engine.features.images.frontend.cache import NO_PLACEHOLDER
 from compiled_engine.features.images.frontend.worker import bound_memory
-from compiled_engine.features.speech.extras import FEATURES
-from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
+from compiled_engine.features.speech.extras import FEATURES, SAMPLES
+from compiled_engine.features.speech.frontend.audio import check_length, decoded_audio, resampled
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 LONGEST_S = 60
 # Bytes that a worker may use after loading the extractor.
 MOST_BYTES = 6 << 30  # the features of two hours take half of it
-# Names in an answer besides features: a file's samples, and their rate; the audio's length.
-SAMPLES, RATE, SECONDS = "samples", "rate", "seconds"
+# Names in an answer besides features and samples: the rate of samples; the audio's length.
+RATE, SECONDS = "rate", "seconds"
+CLIP = "clip"  # an answer with the samples of a clip, at the extractor's rate
 
 
 def main() -> None:
@@ -35,9 +37,9 @@ def main() -> None:
 
     The order is {"folder": the checkpoint's, "dtype": torch's name, "threads": those of each worker}. A message's
     kind is "file" or "samples"; these are float32, and "mode" is their rate. Without settings the answer has the
-    features of a clip. With the setting "most_seconds", the audio may have this length, and "answer" says what is
-    returned: "samples" of a file with their rate, or "input_features" of the whole audio with its length. It
-    replaces no placeholder.
+    features of a clip. The setting "answer" says what else is returned: with "clip" the samples of a clip at the
+    extractor's rate, with "samples" those of a file and their rate, with "input_features" the features of the whole
+    audio and its length. With "most_seconds" the audio may be as long. An answer replaces no placeholder.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -86,7 +88,7 @@ def _answer_with(made: Mapping[str, torch.Tensor], message: Mapping[str, Any], a
     with open(message["output"], "wb") as output:
         output.writelines(tensor.data for tensor in plain.values())
     tensors = [[name, each.dtype, list(each.shape), len(each.data)] for name, each in plain.items()]
-    answer({"token_ids": [], "placeholder": -1, "tensors": tensors})
+    answer({"token_ids": [], "placeholder": NO_PLACEHOLDER, "tensors": tensors})
 
 
 def _made(message: dict[str, Any], extractor: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -94,19 +96,23 @@ def _made(message: dict[str, Any], extractor: Any, dtype: torch.dtype) -> dict[s
     import torch
 
     data, wanted, settings = Path(message["input"]).read_bytes(), int(extractor.sampling_rate), message["settings"]
-    longest = settings.get("most_seconds", extractor.n_samples / wanted)
+    longest, asked = settings.get("most_seconds", extractor.n_samples / wanted), settings.get("answer")
     if message["kind"] == "file":
         samples_N, rate = decoded_audio(data, longest)
     else:
         samples_N, rate = np.frombuffer(data, dtype=np.float32), int(message["mode"])
-        if len(samples_N) > longest * rate:
-            raise ValueError(f"the audio has {len(samples_N) / rate:.1f} s; allowed: at most {longest:g}")
-    if settings.get("answer") == SAMPLES:
+        check_length(samples_N, rate, longest)
+    if asked == SAMPLES:
         return {SAMPLES: torch.from_numpy(samples_N), RATE: torch.tensor([rate])}
+    at_rate_N = resampled(samples_N, rate, wanted)
+    if asked == CLIP:
+        return {SAMPLES: torch.from_numpy(at_rate_N)}
     # Silence is added to audio that is shorter than a clip. Longer audio is not cut.
-    found = extractor(resampled(samples_N, rate, wanted), sampling_rate=wanted, return_tensors="pt", truncation=False)
+    found = extractor(at_rate_N, sampling_rate=wanted, return_tensors="pt", truncation=False)
     made = {FEATURES: found[FEATURES][0].to(dtype)}
-    return made | {SECONDS: torch.tensor([len(samples_N) / rate], dtype=torch.float64)} if settings else made
+    if asked == FEATURES:
+        made[SECONDS] = torch.tensor([len(samples_N) / rate], dtype=torch.float64)
+    return made
 
 
 if __name__ == "__main__":
