@@ -197,9 +197,7 @@ class _Weights:
         if self.are_mxfp4 and decodes_first(num_tokens, share):
             return grouped_tiles(num_tokens, dtype, *sizes), False, True
         if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
-            found = words_tiles(num_tokens, dtype, share)
-            if found is not None:
-                return found, True, False
+            return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:
             return packed_tiles(num_tokens, dtype, share, self.are_mxfp4), False, False
         coded = self.gate_up.scales_ERC is not None

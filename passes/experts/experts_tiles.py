@@ -14,10 +14,10 @@ FEW_TOKENS, SOME_TOKENS = 64, 1024
 # The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
 # many experts that decoding them once is faster.
 MOST_VECTOR_TOKENS = 4
-# The least mean number of tokens per expert, at SOME_TOKENS, for which weights in MXFP4 are decoded before the product.
-LEAST_TO_DECODE = 128
+# Steps of more tokens, with at least so many tokens per expert on average, decode weights in MXFP4 before the product.
+MOST_DECODED_IN_TILES, LEAST_TO_DECODE = 4096, 512
 # Token counts after which tiles change.
-TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
+TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS, MOST_DECODED_IN_TILES)
 
 
 @dataclass(frozen=True)
@@ -77,27 +77,28 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
 
 
 def decodes_first(num_tokens: int, share: float) -> bool:
-    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 128 tokens per expert and more.
+    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 512 tokens per expert and more.
 
     share: fraction of the experts that a token chooses. Beyond the largest of TOKEN_COUNTS, kernels do not change.
     """
-    return num_tokens > SOME_TOKENS and share * SOME_TOKENS >= LEAST_TO_DECODE
+    return num_tokens > MOST_DECODED_IN_TILES and share * MOST_DECODED_IN_TILES >= LEAST_TO_DECODE
 
 
-def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles | None:
-    """Choose tiles for MXFP4 codes that are decoded in whole words, for up to 64 tokens per expert; None for more.
+def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles:
+    """Choose tiles for MXFP4 codes that are decoded in whole words.
 
-    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles.
-    A warp has 32 rows of the weight if tokens are few, and reads 128 bytes of each at once.
+    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles. Up to
+    four, a warp has 32 rows of the weight and reads 128 bytes of each at once. Larger blocks than of 64 tokens are
+    slower, since a thread has the sums of all tokens of a block beside what it decodes.
     """
     per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
-    if per_expert > 64:
-        return None
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=128, num_warps=2, num_stages=2)
+    if per_expert <= 4:
+        return GroupedTiles(tokens=8, rows=64, block_k=256, num_warps=2, num_stages=3)
     if per_expert <= 10:
-        return GroupedTiles(tokens=8 if per_expert <= 4 else 16, rows=64, block_k=256, num_warps=2, num_stages=3)
-    return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
+        return GroupedTiles(tokens=16, rows=64, block_k=256, num_warps=4, num_stages=3)
+    return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
-KEYS, NUM_WARPS = 64, 4  # keys that a program reads at a time
-# A program that has a multiprocessor to itself mostly waits for memory, so it reads more at a time: so many keys, but
-# no more elements than its registers hold.
-FEW_PROGRAMS, FEW_KEYS, FEW_ELEMENTS, FEW_WARPS = 132, 256, 16384, 8
+# A program mostly waits for memory, so it reads many keys at a time. Registers do not hold all of what it computes,
+# which costs less on an H200 than further turns of the loop, or than more warps.
+MOST_KEYS, MOST_ELEMENTS, NUM_WARPS = 256, 16384, 4
 
 
 @quick_launches
@@ -77,11 +76,8 @@ def cross_attention_kernel(
     tl.store(out_ptr + own + d_D, out_D.to(out_ptr.dtype.element_ty), inside_D)
 
 
-def tiles(num_programs: int, block_d: int) -> tuple[int, int]:
-    """Return the keys that each program of a launch reads at a time, and its warps."""
-    if num_programs <= FEW_PROGRAMS:
-        return min(FEW_KEYS, FEW_ELEMENTS // block_d), FEW_WARPS
-    return KEYS, NUM_WARPS
+def keys_at_a_time(block_d: int) -> int:
+    return min(MOST_KEYS, MOST_ELEMENTS // block_d)
 
 
 def attend_to_clips(
@@ -101,7 +97,6 @@ def attend_to_clips(
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     num_tokens, num_heads, head_dim = q_THd.shape
     block_d = next_power_of_2(head_dim)
-    block_l, num_warps = tiles(num_tokens * num_heads, block_d)
     cross_attention_kernel[(num_tokens, num_heads)](
         q_THd,
         k_EHd,
@@ -115,8 +110,8 @@ def attend_to_clips(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        BLOCK_L=block_l,
-        num_warps=num_warps,
+        BLOCK_L=keys_at_a_time(block_d),
+        num_warps=NUM_WARPS,
         **dependent_launch(q_THd.device),
     )
     return out_THd

@@ -48,7 +48,6 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
 def test_products_of_words_compiled_for_hopper(num_tokens: int) -> None:
     """Nothing is on a stack, codes are read ahead, and decoded values go to the tensor cores from registers."""
     tiles = words_tiles(num_tokens, torch.bfloat16, 1 / 8)
-    assert tiles is not None
     constants = constants_of("mxfp4 1x32", 2880) | GATE | {"IN_WORDS": True, "DEPENDENT_LAUNCH": True}
     constants |= {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "zeros_ptr": None}
     constants |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages}
@@ -94,8 +93,8 @@ def test_decoding_before_the_product_compiled_for_hopper() -> None:
 
 
 def test_weights_are_decoded_before_products_of_many_tokens_per_expert() -> None:
-    assert not decodes_first(1024, 1)
-    assert decodes_first(1025, 1 / 8)
+    assert not decodes_first(4096, 1)
+    assert decodes_first(4097, 1 / 8)
     assert not decodes_first(8192, 1 / 16)
 
 
