@@ -31,6 +31,7 @@ def test_triton_on_cuda(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=2, each=("longest",))
 @pytest.mark.parametrize("longest", [200, 500])
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_triton_on_cuda_with_short_contexts(seed: int, longest: int) -> None:

@@ -39,6 +39,7 @@ ON_A_GPU = [
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("backend", "case"))
 @pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("dtype", ON_A_GPU, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

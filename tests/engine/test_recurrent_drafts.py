@@ -362,7 +362,7 @@ def test_the_memory_of_states_is_told_before_the_start(folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("exact_float32")
-@pytest.mark.parametrize("mode", ["eager", "graphed"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=DRAWN), "graphed"])
 def test_drafts_change_no_token_on_a_gpu(mode: str, folder: Path) -> None:
     options = ENGINE | {"device": "cuda", "block_size": 16}
     with LLM(folder, **options) as llm:

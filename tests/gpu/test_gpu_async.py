@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
@@ -57,18 +59,27 @@ def engine(**options: Any) -> LLM:
     return LLM(progress=False, **OPTIONS | options)
 
 
+@pytest.fixture(scope="module", params=["compiled", "graphed"])
+def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    options = resolve(EngineOptions(mode=request.param, **OPTIONS))
+    with closing(start_core(options, SilentProgress())) as core:
+        yield core
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["compiled", "graphed"])
-def test_a_steady_state_waits_for_nothing_but_results(mode: str, kind: str) -> None:
-    with closing(start_core(resolve(EngineOptions(mode=mode, **OPTIONS)), SilentProgress())) as core:
-        for i in range(12):
-            params = SamplingParams(seed=i, max_tokens=200, ignore_eos=True, **KINDS[kind])
-            core.add(EngineRequest(str(i), tuple(range(10, 30 + i)), params))
-        for _ in range(6):
-            core.step()
-        with no_waiting():
-            tokens = [output for _ in range(60) for output in core.step()]  # blocks of 16 tokens run out meanwhile
-        assert len(tokens) == 60 * 12
+def test_a_steady_state_waits_for_nothing_but_results(kind: str, core: EngineCore) -> None:
+    for i in range(12):
+        params = SamplingParams(seed=i, max_tokens=200, ignore_eos=True, **KINDS[kind])
+        core.add(EngineRequest(f"{kind} {i}", tuple(range(10, 30 + i)), params))
+    for _ in range(6):
+        core.step()
+    with no_waiting():
+        tokens = [output for _ in range(60) for output in core.step()]  # blocks of 16 tokens run out meanwhile
+    assert len(tokens) == 60 * 12
+    for i in range(12):
+        core.abort(f"{kind} {i}")
+    while core.has_unfinished():
+        core.step()
 
 
 def random_requests(count: int, seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
@@ -84,8 +95,8 @@ def random_requests(count: int, seed: int) -> tuple[list[dict[str, list[int]]], 
 
 @pytest.mark.parametrize("num_blocks", [4000, 120])
 def test_tokens_are_the_same_one_step_ahead(num_blocks: int) -> None:
-    """Two thousand random requests, also where they preempt each other; what differs has to be a near tie."""
-    prompts, params = random_requests(2000, 3)
+    """Hundreds of random requests, also where they preempt each other; what differs has to be a near tie."""
+    prompts, params = random_requests(600, 3)
     found = []
     for ahead in (True, False):
         with engine(mode="graphed", async_scheduling=ahead, num_blocks=num_blocks, enable_prefix_caching=False) as llm:
@@ -122,6 +133,8 @@ def test_a_device_that_is_behind_gets_each_prompt() -> None:
 def test_logprobs_take_no_tensor_of_rows_times_vocabulary(tmp_path: Path) -> None:
     """256 rows of 151,936 logits: 20 log-probabilities of each, and of 256 prompt tokens."""
     shape = write_shape(tmp_path, "qwen3-0.6b")
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     options: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",

@@ -136,6 +136,7 @@ def teacher_forced(llm: LLM, sequences: list[list[int]]) -> list[float]:
     ]
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize(("mode", "graph_mode"), MODES)
 def test_bf16_logprobs_of_generated_text_are_near_fp32(mode: str, graph_mode: str, held_out_ids: list[int]) -> None:
     with engine(mode, graph_mode, "bfloat16") as llm:
@@ -155,6 +156,7 @@ def test_bf16_logprobs_of_generated_text_are_near_fp32(mode: str, graph_mode: st
     assert sum(differences) / len(differences) < BF16_TOLERANCE[1]
 
 
+@pytest.mark.product(one_in=3, each=("backend",))
 @pytest.mark.parametrize("backend", ["torch", "triton", "flash_attn"])
 @pytest.mark.parametrize("graph_mode", ["piecewise", "full_and_piecewise", "breakable"])
 def test_each_backend_that_supports_a_mode(graph_mode: str, backend: str, held_out_ids: list[int]) -> None:

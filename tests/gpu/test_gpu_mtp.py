@@ -14,16 +14,18 @@ from compiled_engine import LLM, SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j * j) % 131 for j in range(5 + 11 * i)]} for i in range(8)] * 2
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, "draft_sharpness": 1}
+# One of those that compile recurrences, which the seed chooses.
+DRAWN = pytest.mark.product(one_in=1000)
 
 
 @pytest.mark.parametrize(
     ("case", "mode", "exact"),
     [
         pytest.param(MIMO, "piecewise", False, id="mimo, piecewise"),
-        pytest.param(QWEN_VISION, "graphed", False, id="qwen3_5, graphed"),
+        pytest.param(QWEN_VISION, "graphed", False, id="qwen3_5, graphed", marks=DRAWN),
         pytest.param(MIMO, "graphed", True, id="exact mimo, graphed"),
         pytest.param(GLM, "graphed", True, id="exact glm, graphed"),
-        pytest.param(QWEN_VISION, "graphed", True, id="exact qwen3_5, graphed"),
+        pytest.param(QWEN_VISION, "graphed", True, id="exact qwen3_5, graphed", marks=DRAWN),
     ],
 )
 def test_drafts_of_an_mtp_layer(case: MtpCase, mode: str, exact: bool, tmp_path: Path) -> None:

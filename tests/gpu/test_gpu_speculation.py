@@ -112,7 +112,7 @@ def expected(text: str) -> Iterator[list[RequestOutput]]:
         yield llm.generate(prompts, params, use_tqdm=False)
 
 
-@pytest.mark.product(one_in=3, each=("mode",))
+@pytest.mark.product(one_in=100, each=("mode",))
 @pytest.mark.parametrize("num_drafts", [1, 3, 6])
 @pytest.mark.parametrize("mode", MODES)
 def test_ngram_drafts_change_no_token(mode: str, num_drafts: int, text: str, expected: list[RequestOutput]) -> None:
@@ -139,7 +139,7 @@ def first_layers(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFact
     return write_first_layers(bundled_model_path, tmp_path_factory.mktemp("draft"), 5)
 
 
-@pytest.mark.product(one_in=8, each=("mode",))
+@pytest.mark.product(one_in=100, each=("mode",))
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_of_a_model_change_no_token(
@@ -156,14 +156,11 @@ def test_drafts_of_a_model_change_no_token(
     assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8}], ids=str)
 @pytest.mark.parametrize("mode", ["graphed", "piecewise", "eager"])
-def test_a_model_that_drafts_for_itself_is_always_right(
-    mode: str, sampling: dict[str, Any], text: str, bundled_model_path: Path
-) -> None:
-    """With chunks of prompts and cached prefixes."""
+def test_a_model_that_drafts_for_itself_is_always_right(mode: str, text: str, bundled_model_path: Path) -> None:
+    """With chunks of prompts and cached prefixes; of each prompt, one request is greedy."""
     prompts = [text[40 * i : 40 * i + 30 + 12 * i] for i in range(8) for _ in range(2)]
-    params = [SamplingParams(seed=i, max_tokens=15 + i, **sampling) for i in range(len(prompts))]
+    params = [SamplingParams(seed=i, max_tokens=15 + i, temperature=0.8 * (i % 2)) for i in range(len(prompts))]
     with LLM(**ENGINE | {"num_blocks": 200} | MODES[mode], **draft_model(bundled_model_path, 4)) as llm:
         llm.generate(prompts, params, use_tqdm=False)
         metrics = llm.metrics()

@@ -146,7 +146,7 @@ def planned(plan: CodedPlan, splits: int) -> CodedPlan:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=8, each=("case",))
+@pytest.mark.product(one_in=16, each=("case",))
 @OF_PLANS
 @pytest.mark.parametrize("splits", [1, 4])
 @OF_STORAGES
@@ -165,7 +165,7 @@ def test_it_is_attention(case: Case, storage: str, splits: int, plan: CodedPlan)
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=16, each=("case",))
+@pytest.mark.product(one_in=32, each=("case",))
 @OF_PLANS
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("normed", [True, False])

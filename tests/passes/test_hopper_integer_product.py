@@ -104,6 +104,7 @@ def compiled(tokens: int, splits: int, gated: bool, has_zeros: bool, dtype: str)
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=8, each=("case", "tokens", "splits", "scheme"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", [SYMMETRIC, WITH_ZEROS])
 @pytest.mark.parametrize(("case", "tokens", "splits"), CASES, ids=[f"{case} {t} {s}" for case, t, s in CASES])

@@ -340,7 +340,7 @@ ON_HOPPER = (
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=4, each=("scheme",))
+@pytest.mark.product(one_in=8, each=("scheme",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("case", [*CASES, *ON_HOPPER], ids=str)

@@ -164,7 +164,7 @@ HERE: dict[str, Any] = {"compile_workers": 0}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "compiled", "graphed"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=DRAWN), "graphed"])
 def test_logprobs_on_a_gpu_are_those_of_transformers(mode: str, checkpoint: tuple[Path, Any]) -> None:
     folder, oracle = checkpoint
     options = {"mode": mode, "device": "cuda"} | ({} if mode == "eager" else HERE)

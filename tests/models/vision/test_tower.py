@@ -221,7 +221,7 @@ SIZES_ON_A_GPU = {
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("exact_float32")
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.product(one_in=4)), "compiled"])
 @pytest.mark.parametrize("architecture", SIZES_ON_A_GPU)
 def test_embeddings_on_a_gpu_are_those_of_transformers(architecture: str, mode: str, tmp_path: Path) -> None:
     whole = save_vision_folder(tmp_path, architecture, tower=SIZES_ON_A_GPU[architecture])
