@@ -85,12 +85,15 @@ _DEEPSEEK = "enorm", "hnorm", "eh_proj"
 _ATTENDS = {"layer_types": ["full_attention"]}
 _QWEN = Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", fields=_ATTENDS)
 _SLIDES = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
+_DENSE_BEFORE = Layout(*_DEEPSEEK, "shared_head.norm", fields={"first_k_dense_replace": 0})
 LAYOUTS = {
+    "DeepseekV3ForCausalLM": _DENSE_BEFORE,
     "Ernie4_5_MoeForCausalLM": Layout(
         *("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", "mtp_block."),
         spelling=(r"^model\.(mtp_\w+)\.(\d+)\.", r"model.mtp.\2.\1."),
     ),
-    "Glm4MoeForCausalLM": Layout(*_DEEPSEEK, "shared_head.norm", fields={"first_k_dense_replace": 0}),
+    "Glm4MoeForCausalLM": _DENSE_BEFORE,
+    "Glm4MoeLiteForCausalLM": Layout(*_DEEPSEEK, "shared_head.norm", fields={"mlp_layer_types": ["sparse"]}),
     "HYV3ForCausalLM": Layout(*_DEEPSEEK, "final_layernorm", fields={"mlp_layer_types": ["sparse"]}),
     "MellumForCausalLM": replace(_QWEN, fields=_SLIDES),
     "MiMoForCausalLM": Layout(

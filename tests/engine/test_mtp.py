@@ -15,9 +15,11 @@ import pytest
 import torch
 from head_engines import ENGINE, PENALISED, SAMPLING, VOCAB, generate, record_drafts
 from mtp_layers import (
+    DEEPSEEK,
     ERNIE,
     FILE,
     GLM,
+    GLM_LITE,
     HY,
     MELLUM,
     MIMO,
@@ -46,6 +48,7 @@ from compiled_engine.sampling.ranks import VocabularySlice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_ATTENTION = {"ernie": ERNIE, "mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM}
+LATENT = {"deepseek": DEEPSEEK, "glm_lite": GLM_LITE}
 HYBRIDS = {"qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
 
 
@@ -54,7 +57,7 @@ def one_layer(case: MtpCase) -> MtpCase:
     return replace(case, family=replace(case.family, changes={**case.family.changes, "num_hidden_layers": 1}))
 
 
-CASES = OF_ATTENTION | HYBRIDS | {"ernie of one layer": one_layer(ERNIE)}
+CASES = OF_ATTENTION | LATENT | HYBRIDS | {"ernie of one layer": one_layer(ERNIE)}
 OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
 
 
@@ -91,7 +94,7 @@ def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("written", OF_ATTENTION, indirect=True)
+@pytest.mark.parametrize("written", OF_ATTENTION | LATENT, indirect=True)
 def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft after chunks of prompts, cached prefixes, preemptions and accepted drafts."""
     seen = record_drafts(monkeypatch)

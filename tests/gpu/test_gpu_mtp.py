@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_layers import GLM, MIMO, QWEN_VISION, MtpCase, make_exact, write_mtp_checkpoint
+from mtp_layers import DEEPSEEK, GLM, MIMO, QWEN_VISION, MtpCase, make_exact, write_mtp_checkpoint
 from test_gpu_speculation import ENGINE, MODES
 
 from compiled_engine import LLM, SamplingParams
@@ -25,6 +25,7 @@ DRAWN = pytest.mark.product(one_in=1000)
         pytest.param(QWEN_VISION, "graphed", False, id="qwen3_5, graphed", marks=DRAWN),
         pytest.param(MIMO, "graphed", True, id="exact mimo, graphed"),
         pytest.param(GLM, "graphed", True, id="exact glm, graphed"),
+        pytest.param(DEEPSEEK, "graphed", False, id="deepseek, graphed"),
         pytest.param(QWEN_VISION, "graphed", True, id="exact qwen3_5, graphed", marks=DRAWN),
     ],
 )

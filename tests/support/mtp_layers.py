@@ -54,6 +54,8 @@ MIMO = MtpCase(
     architecture="MiMoForCausalLM",
 )
 GLM = MtpCase(family("glm4_moe"), (*_DEEPSEEK, "shared_head.norm"), single=(("first_k_dense_replace", 0),))
+DEEPSEEK = replace(GLM, family=family("deepseek_v3"))
+GLM_LITE = replace(GLM, family=family("glm4_moe_lite"), single=(("mlp_layer_types", ["sparse"]),))
 HY = MtpCase(
     Family("hy_v3", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     (*_DEEPSEEK, "final_layernorm"),
