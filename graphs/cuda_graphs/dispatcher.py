@@ -63,9 +63,11 @@ class GraphKey(NamedTuple):
         """The graph's name in metrics and logs, unique within an engine.
 
         Examples: `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
-        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
+        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`, `tower 1024`.
         """
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
+        if self.purpose and not self.is_decode:
+            kind = self.purpose
         if self.is_decode and (self.purpose or self.max_query_len > 1):
             purpose = self.purpose or f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
