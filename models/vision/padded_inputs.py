@@ -40,11 +40,11 @@ def graph_sizes(description: VisionDescription, most_tokens: int) -> tuple[int, 
     then one tile is captured.
     """
     each = patches_of_token(description)
-    least = 1 + min(height * width for height, width in description.resolutions or [(0, 0)]) // (
-        description.tile_size**2 or 1
-    )
     sizes = {min(max(1, patches // each), most_tokens) for patches in PATCHES}
-    return tuple(sorted(size for size in sizes if size >= least))
+    if description.resolutions:  # an image has a tile of the whole besides
+        fewest = 1 + min(height * width for height, width in description.resolutions) // description.tile_size**2
+        sizes = {size for size in sizes if size >= fewest}
+    return tuple(sorted(sizes))
 
 
 def padded_sizes(description: VisionDescription, num_tokens: int) -> dict[str, int]:

@@ -22,7 +22,10 @@ from compiled_engine.attention.case import GraphSupport, Support
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine import runner as model_runner
 from compiled_engine.features.images.tower import Tower
+from compiled_engine.graphs.cuda_graphs import dispatcher
+from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
+from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.models.vision import padded_inputs
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.models.vision.inputs import tower_inputs, tower_tensors
@@ -51,8 +54,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture 4, 8 and 16 embeddings of four patches each."""
+    """Capture 4, 8 and 16 embeddings of four patches each, and steps with images of 16 and of 32 tokens."""
     monkeypatch.setattr(padded_inputs, "PATCHES", (16, 32, 64))
+    monkeypatch.setattr(dispatcher, "PROMPT_SIZES", (16, 32))
 
 
 class Replays:
@@ -148,11 +152,35 @@ def test_steps_replay_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check(oracle, {name: prompt}, outputs_of(core, [oracle.request(name, prompt)]))
     after = core.metrics()
     core.close()
-    replays = {name: count for name, count in after["graph_replays_by_key"].items() if "tower" in name}
-    assert replays == {"tower 8": 2}
+    replays = {name: count for name, count in after["graph_replays_by_key"].items() if not name.startswith("decode")}
+    assert replays == {"tower 8": 2, "full 16 images 1": 2, "full 32 images 1": 1}
     assert (after["tower_runs"], after["tower_replays"]) == (3, 2)
     for name in ("compiles", "tower_compiles", "captures"):
         assert after[name] == before[name], name
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE])
+@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_full_graphs_hold_steps_with_images(
+    architecture: str, mode: GraphMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With positions in three dimensions, and with keys ahead: graphs around attention cannot pass these to it."""
+    few_sizes(monkeypatch)
+    oracle = Oracle(tmp_path, architecture)
+    prompts = {
+        "small": Prompt((5, None, 11, 12), (oracle.image(2, 3, seed=1),)),
+        "large": Prompt((7, None, 3, None), (oracle.image(3, 4, seed=2), oracle.image(1, 2, seed=3))),
+    }
+    sizes = (1, 2, 4) if mode.captures_decodes else ()
+    graph = GraphConfig(mode, sizes, (8, 16, 32) if mode.captures_mixed else ())
+    core = start(replace(config_of(oracle, mode="eager"), graph=graph))
+    check(oracle, prompts, outputs_of(core, [oracle.request(*each) for each in prompts.items()], steps_between=3))
+    metrics = core.metrics()
+    core.close()
+    assert (metrics["tower_runs"], metrics["tower_replays"]) == (2, 0)
+    replays = [name for name in metrics["graph_replays_by_key"] if "images" in name]
+    assert bool(replays) == (mode is GraphMode.FULL)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +208,39 @@ def test_compiled_towers_have_graphs_where_steps_have(
     description = describe_vision(config_json)
     assert description is not None
     assert tower_config(config, description, config_json, 64).graph.captures == captures
+
+
+# Heads of 80 and of 72 elements, which Triton's attention reads.
+HEADS = {
+    "Qwen2_5_VLForConditionalGeneration": {"hidden_size": 160, "num_heads": 2},
+    QWEN: {"hidden_size": 144, "num_heads": 2},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact_float32")
+@pytest.mark.parametrize("architecture", HEADS)
+def test_captured_towers_compute_the_same(architecture: str, tmp_path: Path) -> None:
+    """Also for eight images, and for sizes without a graph; addresses stay, whatever was replayed before."""
+    save_vision_folder(tmp_path, architecture, tower=HEADS[architecture])
+    engine = resolve(EngineOptions(model=tmp_path, mode="graphed", device="cuda", dtype="float32", compile_workers=0))
+    tower = Tower(engine, (tmp_path / "config.json").read_text(), 512, FakeGroup(), SilentProgress())
+    assert tower.config.attention_backend == "triton"
+    mixes = [[(4, 4)], [(3, 4)], [(7, 5), (1, 9)], [(2, 3)] * 8, [(16, 16)], [(15, 33)], [(1, 1)] * 17]
+    images = [[random_image(tower.description, *size, seed=seed) for seed, size in enumerate(mix)] for mix in mixes]
+    expected = [tower.embed(mix).clone() for mix in images]
+    managers: list[CudaGraphManager] = []
+    graphs = tower.captured_by(lambda key, num_tokens: managers[0].replay(key, None))
+    assert graphs is not None
+    managers.append(CudaGraphManager(dict.fromkeys(graphs.keys.values(), graphs), CudaCapture(engine.device)))
+    assert managers[0].predict(lambda count: count) >= 0
+    managers[0].capture_all(SilentProgress())
+    assert managers[0].num_captures == len(tower.config.graph.token_sizes)
+    for _ in range(2):
+        for mix, alone in zip(images, expected, strict=True):
+            torch.testing.assert_close(tower.embed(mix), alone, rtol=0, atol=TOLERANCE)
+    assert graphs.num_replays == 2 * (len(mixes) - 1)
+    managers[0].close()
 
 
 def without_values(description: VisionDescription, size: tuple[int, int]) -> Image:
