@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, empty_batch, prepare, stage_empty
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import NO_HOOKS, StepHooks, Tail
-from compiled_engine.graphs.compiler.signature import WITHOUT_GRAPHS
+from compiled_engine.graphs.compiler.signature import OF_PROMPTS
 from compiled_engine.graphs.cuda_graphs.capture import Capture
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField, prompt_sizes
 from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager, Fallback, GraphCounters
 
 log = logging.getLogger("compiled_engine")
@@ -147,9 +147,12 @@ class StepGraphs:
         hooks: StepHooks = NO_HOOKS,
     ):
         self._step, self._in_forward = step, hooks.in_forward
-        # Steps of a variant have graphs of their own, or none.
+        # Steps of a variant have graphs of their own.
+        few = prompt_sizes(token_sizes) if config.graph.mode is GraphMode.FULL else ()
         fields = tuple(
-            KeyField(variant, (1,)) for variant in step.model.variants if variant and variant not in WITHOUT_GRAPHS
+            KeyField(variant, (1,), few if variant in OF_PROMPTS else None)
+            for variant in step.model.variants
+            if variant
         )
         self.dispatcher = Dispatcher(
             config.graph, config.scheduler, fields, config.query_lens, config.rare_query_lens, token_sizes
@@ -193,9 +196,7 @@ class StepGraphs:
         decodes_only = query_len is not None
         self.counters.batch(num_tokens, decodes_only)
         values = {variant: 1} if variant else None
-        key = None
-        if variant not in WITHOUT_GRAPHS:
-            key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
+        key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):

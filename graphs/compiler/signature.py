@@ -44,8 +44,9 @@ ADAPTED_LOGITS = "adapted_logits"
 ENCODE, HOISTED = "encode", "hoisted"
 # Variant of the forward -> the callable of its logits, or LOGITS in an engine without that callable.
 VARIANTS = {ADAPTED: ADAPTED_LOGITS, IMAGES: ADAPTED_LOGITS}
-# Variants without captured graphs: their steps have long prompts.
-WITHOUT_GRAPHS = (IMAGES,)
+# Variants whose steps have prompts. Few sizes of them are captured, in full graphs alone: some pass tensors of their
+# own to attention, which attention between graphs does not get.
+OF_PROMPTS = (IMAGES,)
 # Sizes of the traced examples, three requests of four tokens. All of them are dynamic in the trace.
 _EXAMPLE = {
     **{"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5},

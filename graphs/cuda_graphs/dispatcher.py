@@ -63,9 +63,11 @@ class GraphKey(NamedTuple):
         """The graph's name in metrics and logs, unique within an engine.
 
         Examples: `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
-        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
+        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`, `tower 1024`.
         """
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
+        if self.purpose and not self.is_decode:
+            kind = self.purpose
         if self.is_decode and (self.purpose or self.max_query_len > 1):
             purpose = self.purpose or f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
@@ -78,11 +80,13 @@ class KeyField:
     """Declares a number besides the batch's shape on which the launches of a captured graph depend.
 
     The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
-    with the number 0 uses the graphs without the field.
+    with the number 0 uses the graphs without the field. With token_sizes, only graphs of mixed batches of these numbers
+    of tokens have the field, decodes use them too, and a batch with the field has no other one.
     """
 
     name: str
     sizes: tuple[int, ...]
+    token_sizes: tuple[int, ...] | None = None  # None: all graphs have the field
 
     def size_for(self, value: int) -> int | None:
         """Return the smallest of `sizes` that is at least `value`; 0 for 0, None if `value` exceeds all sizes."""
@@ -116,6 +120,8 @@ _MIXED_KINDS = {
 
 # Up to this number of rows, a matrix product takes about as long as reading its weights.
 MOST_ROWS_READ = 256
+# Least numbers of tokens for `prompt_sizes`. The kernels of longer prompts take longer than their launches.
+PROMPT_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
 
 
 class Dispatcher:
@@ -135,7 +141,8 @@ class Dispatcher:
     ):
         """Build the tables from batch shapes to graphs.
 
-        fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes.
+        fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes, or those
+        that a field's token_sizes name.
         query_lens: query tokens per decoding request for which there are graphs, besides 1. rare: those query_lens for
         which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts that are captured, a
         subset of graph.token_sizes; None: all of them.
@@ -170,10 +177,18 @@ class Dispatcher:
         usual_keys = self.decode_keys + self.short_keys + self.token_keys
         # By the sizes of the fields: a map from each key without the fields to the key with them.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
+        # Likewise a table of padded tokens, if a field limits these.
+        self._limited_tables: dict[tuple[int | None, ...], list[GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
-            names = (field.name for field in self._fields)
-            extra = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size)
-            self._with_fields[sizes] = {key: key._replace(extra=extra) for key in usual_keys}
+            present = [(field, size) for field, size in zip(self._fields, sizes, strict=True) if size]
+            extra = tuple((field.name, size) for field, size in present)
+            limits = [field.token_sizes for field, _ in present if field.token_sizes is not None]
+            if limits and len(present) > 1:
+                continue
+            if limits:
+                kept = tuple(key for key in self.token_keys if key.num_tokens in limits[0])
+                self._limited_tables[sizes] = _table({key.num_tokens: key._replace(extra=extra) for key in kept})
+            self._with_fields[sizes] = {key: key._replace(extra=extra) for key in (kept if limits else usual_keys)}
         self.keys = tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
@@ -195,8 +210,10 @@ class Dispatcher:
         key = self._usual_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
             return key
-        sizes = [field.size_for(values.get(field.name, 0)) for field in self._fields]
-        return self._with_fields.get(tuple(sizes), {}).get(key)  # None if a value is larger than all sizes
+        sizes = tuple(field.size_for(values.get(field.name, 0)) for field in self._fields)
+        if (table := self._limited_tables.get(sizes)) is not None:
+            return table[num_tokens] if num_tokens < len(table) else None
+        return self._with_fields.get(sizes, {}).get(key)  # None if a value is larger than all sizes
 
     def _usual_key(
         self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
@@ -220,6 +237,14 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
     for size, value in of_sizes.items():
         table += [value] * (size + 1 - len(table))
     return table
+
+
+def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return some of the ascending numbers of tokens, for a variant of the forward whose steps have prompts.
+
+    For each of PROMPT_SIZES, this is the smallest size that is at least as large.
+    """
+    return tuple(sorted({min(larger) for least in PROMPT_SIZES if (larger := [s for s in sizes if s >= least])}))
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compiled_engine.attention.backend import choose_backend
-from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.case import GraphSupport, cases_of
 from compiled_engine.config import (
     EngineConfig,
     ExpertsConfig,
@@ -17,6 +17,7 @@ from compiled_engine.config import (
 )
 from compiled_engine.kv_format import AUTO
 from compiled_engine.models.foreign.description import transformers_version
+from compiled_engine.models.vision.padded_inputs import graph_sizes
 from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks, step_tensors
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.vision import VisionDescription
@@ -30,6 +31,9 @@ def tower_config(
 ) -> EngineConfig:
     """Return the tower's configuration. Each rank computes the whole tower.
 
+    A compiled tower has CUDA graphs, with its attention, if the engine has any; token_sizes are embeddings of grids, or
+    tiles. An eager tower has none, as transformers' code may wait for the device.
+
     config: the engine's. config_json: text of the checkpoint's config.json. most_embeddings: of all images in a call;
     at least one tile is always allowed. Raises ValueError if no attention backend runs the tower.
     """
@@ -37,16 +41,19 @@ def tower_config(
     model = tower_model(config.model, description, config_json)
     without = {*_OF_POSITIONS, *passes_of_quantised(), *passes_of_ranks()}
     passes = tuple(name for name in config.compile.passes if name not in without and not step_tensors([name]))
-    cases = cases_of(model, config.cache.block_size, config.device)
+    attention = choose_backend("auto", "auto", cases_of(model, config.cache.block_size, config.device))
+    graph = GraphConfig(GraphMode.NONE)
+    if config.graph.captures and config.compile.enabled and attention.support.graphs is GraphSupport.ALWAYS:
+        graph = GraphConfig(GraphMode.FULL, token_sizes=graph_sizes(description, most_tokens))
     return replace(
         config,
         model=model,
         cache=replace(config.cache, kv_dtype=AUTO),
         scheduler=replace(config.scheduler, max_num_batched_tokens=most_tokens),
         compile=replace(config.compile, ranges=(), passes=passes),
-        graph=GraphConfig(GraphMode.NONE),
+        graph=graph,
         parallel=replace(config.parallel, tensor_parallel_size=1, stage_layers=()),
-        attention_backend=choose_backend("auto", "auto", cases).backend,
+        attention_backend=attention.backend,
         speculation=SpeculationConfig(),
         adapters=None,
         images=None,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_engines import Oracle, Prompt, check, outputs_of, running
+from image_engines import Oracle, Outputs, Prompt, check, outputs_of, running
 from image_folders import PLACEHOLDERS, picture, write_processor
-from vision_models import vision_config, vision_model
+from vision_models import small_vision_config, vision_config, vision_model
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.images.frontend.worker import load_processor
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,51 @@ def test_tokens_are_those_of_the_whole_model(architecture: str, mode: str, tmp_p
         assert after["image_cache_hits"] > before["image_cache_hits"]
         for name in ("compiles", "captures", "tower_compiles"):
             assert after[name] == before[name], name
+        assert mode != "eager" or after["tower_replays"] == 0
+
+
+@pytest.mark.usefixtures("exact_float32")
+def test_steps_replay_the_tower(tmp_path: Path) -> None:
+    """Eight images in one step, then small and large ones, also after the memory of the weights was given back."""
+    architecture = "Qwen3VLForConditionalGeneration"
+    values = json.loads(small_vision_config(architecture))
+    values["vision_config"] |= {"hidden_size": 144, "num_heads": 2}
+    oracle = Oracle(tmp_path, architecture, json.dumps(values))
+    options = {"mode": "graphed", "max_num_batched_tokens": 128, "enable_sleep_mode": True, **COMPILED}
+
+    def prompts(seed: int) -> dict[str, Prompt]:
+        eight = tuple(oracle.image(2, 3, seed=seed + number) for number in range(8))
+        return {
+            "eight": Prompt((5, *(id_ for text in range(20, 28) for id_ in (None, text))), eight),
+            "small": Prompt((5, None, 11), (oracle.image(3, 4, seed=seed + 8),)),
+            "large": Prompt((7, None, 3, 9), (oracle.image(9, 12, seed=seed + 9),)),
+        }
+
+    with running(oracle, device="cuda", **options) as core:
+        before = core.metrics()
+        names = before["graph_bytes_by_key"]
+        assert {"tower 16", "tower 64", "full 64 images 1", "full 128 images 1"} <= names.keys()
+        assert before["graph_bytes_used"] <= 1.5 * before["graph_bytes_predicted"] + (32 << 20)
+        for number in range(2):
+            asked = prompts(20 * number)
+            found: Outputs = {}
+            for name, prompt in asked.items():
+                found |= outputs_of(core, [oracle.request(name, prompt)])
+            check(oracle, asked, found)
+            if not number:
+                core.call(ControlCall("sleep", {"level": 1}))
+                core.call(ControlCall("wake_up"))
+        after = core.metrics()
+    assert after["tower_runs"] - before["tower_runs"] == after["tower_replays"] == 6
+    replays = {name: count for name, count in after["graph_replays_by_key"].items() if not name.startswith("decode")}
+    assert {name: count for name, count in replays.items() if "tower" in name} == {
+        **{"tower 64": 2, "tower 16": 2, "tower 128": 2}
+    }
+    assert {name: count for name, count in replays.items() if "images" in name} == {
+        **{"full 64 images 1": 4, "full 128 images 1": 2}
+    }
+    for name in ("compiles", "captures", "tower_compiles"):
+        assert after[name] == before[name], name
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField, prompt_sizes
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes
 
 MAX_SEQ_LEN = 4096
@@ -240,3 +240,35 @@ def test_sizes_that_are_not_captured_have_no_keys() -> None:
     assert [key.num_tokens for key in every.keys] == [1, 2, 8, 16, 32]
     assert few.keys == every.keys[:3]
     assert [few.dispatch(tokens, 2, None, 64) for tokens in (5, 9)] == [every.dispatch(5, 2, None, 64), None]
+
+
+def test_a_field_of_some_sizes_rounds_up_to_them() -> None:
+    """Decodes use these graphs too, and the field joins no other."""
+    graph = GraphConfig(GraphMode.FULL, (1, 4), (4, 8, 16, 32))
+    fields = KeyField("rank", (1, 2)), KeyField("pictures", (1,), (8, 32))
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"), fields)
+    assert [key.name for key in dispatcher.keys if "pictures" in key.name] == [
+        "full 8 pictures 1",
+        "full 32 pictures 1",
+    ]
+    assert len(dispatcher.keys) == 3 * 6 + 2
+    found = {
+        tokens: key and key.name
+        for tokens in (1, 4, 8, 9, 32, 33)
+        for key in [dispatcher.dispatch(tokens, 1, 1 if tokens == 1 else None, 9, {"pictures": 1})]
+    }
+    assert found == {
+        **dict.fromkeys((1, 4, 8), "full 8 pictures 1"),
+        **dict.fromkeys((9, 32), "full 32 pictures 1"),
+        33: None,
+    }
+    assert dispatcher.dispatch(3, 1, None, 9, {"pictures": 1, "rank": 1}) is None
+    without = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"), [KeyField("pictures", (1,), ())])
+    assert without.dispatch(3, 1, None, 9, {"pictures": 1}) is None
+    assert without.dispatch(3, 1, None, 9) is not None
+
+
+def test_sizes_of_prompts_are_captured_ones() -> None:
+    assert prompt_sizes(default_token_sizes(8192)) == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    assert prompt_sizes((100, 700)) == (100, 700)
+    assert prompt_sizes((8, 32)) == ()

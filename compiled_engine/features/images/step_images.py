@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,42 +14,15 @@ from compiled_engine.config import ImagesConfig
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import POSITION_SHIFT, RequestStates
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
+from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts, StepFeature
 from compiled_engine.features.images.extras import NAME, RowImages, Runs, StepImages
 from compiled_engine.features.images.tower import Tower
-from compiled_engine.graphs.compiled_model import CompileCounts
-from compiled_engine.models.checkpoint.loader import CheckedWeights
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.passes.images.merge_embeddings import EMBEDDINGS, IMAGE_INDEX, IMAGES
 from compiled_engine.passes.images.section_angles import POSITION_DELTAS
 from compiled_engine.passes.images.whole_images import KEYS_AHEAD
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.staged_writes import upload
-
-
-class EmbedsImages(Protocol):
-    """A vision tower on this rank's device, see Tower."""
-
-    @property
-    def counts(self) -> CompileCounts: ...
-
-    def embed(self, images: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the embeddings of all images, one after the other: [E, (1 + levels) * D] in the model's dtype.
-
-        images: the tower's inputs for each image, on the host.
-        """
-        ...
-
-    def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
-        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower."""
-        ...
-
-    def lose_weights(self) -> list[torch.Tensor]:
-        """Mark the tensors that the checkpoint fills as lost, and return them. The next update must fill them again."""
-        ...
-
-    def largest(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return inputs of images as large as a step may have, for the start."""
-        ...
 
 
 @dataclass
@@ -88,7 +60,7 @@ class StepImagesOnDevice(StepFeature):
     def __init__(
         self,
         config: ImagesConfig,
-        tower: EmbedsImages,
+        tower: Tower,
         embeddings: torch.Tensor,
         states: RequestStates,
         buffers: InputBuffers,
@@ -120,6 +92,10 @@ class StepImagesOnDevice(StepFeature):
         before = torch.cuda.memory_allocated(device)
         self.tower.embed(self.tower.largest())
         return torch.cuda.max_memory_allocated(device) - before
+
+    def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
+        graphs = self.tower.captured_by(replay)
+        return FeatureGraphs(keys, dict.fromkeys(graphs.keys.values(), graphs) if graphs else {})
 
     def added(self, row: int, request: NewRequest) -> None:
         if (found := request.extras.get(NAME)) is None:
@@ -188,7 +164,12 @@ class StepImagesOnDevice(StepFeature):
                 del self._images[row]
 
     def metrics(self) -> dict[str, Any]:
-        return {"tower_runs": self._num_runs, "tower_compiles": self.tower.counts.compiles}
+        graphs = self.tower.graphs
+        return {
+            "tower_runs": self._num_runs,
+            "tower_replays": graphs.num_replays if graphs else 0,
+            "tower_compiles": self.tower.counts.compiles,
+        }
 
     def _write(self, name: str, values: np.ndarray) -> None:
         tensor = self._buffers[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +10,10 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.rank_memory import Memory
+from compiled_engine.features.images.tower_graphs import TowerForwards, TowerGraphs
 from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel
 from compiled_engine.graphs.compiler.signature import FORWARD, callables_of
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.vision.description import describe_vision
@@ -29,8 +31,8 @@ Image = Mapping[str, torch.Tensor]
 class Tower:
     """A checkpoint's vision tower on this rank's device. Each rank has the whole tower.
 
-    One graph serves all numbers and sizes of images, so nothing is compiled after the start. config: the tower's.
-    compiled: None if the tower runs eagerly.
+    One compiled graph serves all numbers and sizes of images, so nothing is compiled after the start. config: the
+    tower's. compiled: None if the tower runs eagerly. graphs: CUDA graphs of small calls; None if there are none.
     """
 
     def __init__(
@@ -59,9 +61,13 @@ class Tower:
             loaded = load_model(self.config, self.compiled, group, progress, memory=memory)
         self._weights, self._lost = loaded.weights, False
         self.num_parameters = loaded.num_parameters
-        self._signature = callables_of(self.config)[FORWARD]
-        self._on_host = {tensor.name for tensor in self._signature.tensors if tensor.on_host}
-        self._forward = loaded.callables.bind(FORWARD, loaded.tensors)[-1].call
+        signature = callables_of(self.config)[FORWARD]
+        self._on_host = {tensor.name for tensor in signature.tensors if tensor.on_host}
+        call, distinct = (
+            loaded.callables.bind(FORWARD, loaded.tensors, distinct=each)[-1].call for each in (False, True)
+        )
+        self._forwards = TowerForwards(signature, call, distinct)
+        self.graphs: TowerGraphs | None = None
         self.embed([blank_image(description, 1)])  # with other kernels than larger images have
 
     @property
@@ -72,11 +78,25 @@ class Tower:
     def embed(self, images: Sequence[Image]) -> torch.Tensor:
         """Return the embeddings of all images, one after the other: [E, (1 + levels) * D] in the model's dtype.
 
-        images: the processor's output for each image, on the CPU. Does not wait for the device.
+        images: the processor's output for each image, on the CPU. Does not wait for the device. The result is valid
+        until the next replay of a graph.
         """
+        inputs = self._inputs(images)
+        if self.graphs is not None and (key := self.graphs.key_for(inputs)) is not None:
+            return self.graphs.embed(key, inputs)[: sum(map(self.num_embeddings, images))]
+        given = {name: each if name in self._on_host else self._on_device(each) for name, each in inputs.items()}
         with torch.no_grad():
-            embeddings: torch.Tensor = self._forward(*self._signature.passed(self._inputs(images)))
+            embeddings: torch.Tensor = self._forwards.call(*self._forwards.signature.passed(given))
         return embeddings
+
+    def captured_by(self, replay: Callable[[GraphKey, int], torch.Tensor]) -> TowerGraphs | None:
+        """Make the tower's graphs, which `embed` uses from now on; they must be captured before. None: there are none.
+
+        replay: see StepFeature.graphs.
+        """
+        if self.config.graph.captures:
+            self.graphs = TowerGraphs(self.description, self.config, self._forwards, replay)
+        return self.graphs
 
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
         """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower.
@@ -106,10 +126,12 @@ class Tower:
         return num_embeddings(self.description, image)
 
     def _inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
-        """Return the inputs of the forward. Pixels are uploaded image by image, and joined on the device."""
+        """Return the inputs of the forward, all but pixels on the CPU.
+
+        Pixels are uploaded image by image, and joined on the device.
+        """
         uploaded = [{name: self._uploaded(name, tensor) for name, tensor in image.items()} for image in images]
-        inputs = tower_inputs(self.description, uploaded, self.config.model.dtype)
-        return {name: tensor if name in self._on_host else self._on_device(tensor) for name, tensor in inputs.items()}
+        return tower_inputs(self.description, uploaded, self.config.model.dtype)
 
     def _uploaded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in OF_PIXELS:

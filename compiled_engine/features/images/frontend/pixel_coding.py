@@ -96,5 +96,8 @@ def _as_bytes(pixels: torch.Tensor) -> torch.Tensor | None:
     """Return pixels as uint8; None if these are not their values."""
     if pixels.dtype == torch.uint8:
         return pixels
-    codes = pixels.to(torch.uint8)
-    return codes if torch.equal(codes.to(pixels.dtype), pixels) else None
+    values = (pixels.float() if pixels.is_floating_point() else pixels).numpy()
+    with np.errstate(invalid="ignore"):  # of values that no byte has
+        codes = values.astype(np.uint8)
+    # Compared by numpy, which converts piece by piece: copies of millions of values take longer than the processor.
+    return torch.from_numpy(codes) if bool((codes == values).all()) else None
