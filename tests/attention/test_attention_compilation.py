@@ -67,12 +67,6 @@ WIDE = [
 ]
 
 
-def drawn_but_one(*further: tuple[torch.dtype, tuple[int, int, int]]) -> list[Any]:
-    """Return the variants, of which one always runs, for each of the tiles that depend on more than the variant."""
-    always, product = VARIANTS[1], pytest.mark.product(one_in=1000)
-    return [always, *(pytest.param(*each, marks=product) for each in (*further, *VARIANTS) if each != always)]
-
-
 def without_machine_code(*compilation: Any) -> tuple[str, str]:
     """End triton.compile with LLVM's code, before which shared memory is laid out. A hook of Triton."""
     if compilation:
@@ -210,8 +204,9 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return compile_and_check
 
 
+@pytest.mark.product(one_in=1000, each=("max_seq_len",))
 @pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
-@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one())
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, max_seq_len: int) -> None:
     # With heads of size 256 Triton 3.9 spills some addresses, which 3.6 does not.
     ptx = check(prefill(dtype, shape, max_seq_len), dtype, shape, spilled=104 if shape[2] == 256 else 0)
@@ -219,7 +214,8 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, ma
     assert "cp.async.cg.shared.global" in ptx
 
 
-@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one())
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_prefill_with_shared_keys(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
     compilation = prefill(dtype, shape, SHORT_CONTEXT + 1, shared=True)
     ptx = check(compilation, dtype, shape, spilled=136 if shape[2] == 256 else 16)
@@ -235,9 +231,10 @@ def test_prefill_of_images(check: Callable[..., str], max_seq_len: int) -> None:
     assert "wgmma" in ptx
 
 
+@pytest.mark.product(one_in=1000, each=("num_tokens",))
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
 @pytest.mark.parametrize(
-    ("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32)), (torch.bfloat16, (16, 16, 72)))
+    ("dtype", "shape"), [(torch.bfloat16, (12, 12, 32)), (torch.bfloat16, (16, 16, 72)), *VARIANTS]
 )
 def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num_tokens: int) -> None:
     compilation = packed(dtype, shape, num_tokens)

@@ -45,7 +45,11 @@ def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[l
         return llm.generate(**prompts_of(adapters), sampling_params=GREEDY), llm.metrics()
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+# The engine without drafts is compiled.
+SHOWN = pytest.mark.shown_by("engine/test_adapters_beside.py::test_drafts_change_no_token")
+
+
+@pytest.mark.parametrize("mode", [pytest.param("compiled", marks=SHOWN), "eager"])
 def test_drafts_change_no_token(mode: str, base: Path, adapters: list[Path]) -> None:
     expected, _ = generate(base, adapters)
     eager = {"mode": "eager", "strict_passes": False} if mode == "eager" else {}

@@ -10,9 +10,9 @@ from checkpoints import make_checkpoint
 from packed_checkpoints import PACKINGS, Packing, write_packed
 from test_quantised_engine import EVEN, IDS, IGNORED, ODD, ONE_LAYER, PROMPTS, compare
 
-COMPILED = "gptq, reordered"
 DECODED = pytest.mark.shown_by(
     "engine/test_packed_engine.py::test_each_layout_is_decoded",
+    "engine/test_packed_engine.py::test_odd_sizes",
     "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
 )
 
@@ -30,7 +30,8 @@ def test_each_layout_is_decoded(name: str, plain: Path, tmp_path: Path) -> None:
     compare(tmp_path, oracle, IDS, exact=True, mode="eager", strict_passes=False)
 
 
-@pytest.mark.parametrize("name", [name if name == COMPILED else pytest.param(name, marks=DECODED) for name in PACKINGS])
+@DECODED
+@pytest.mark.parametrize("name", PACKINGS)
 def test_each_layout_computes_what_its_codes_stand_for(
     name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -39,7 +40,7 @@ def test_each_layout_computes_what_its_codes_stand_for(
     compare(tmp_path, oracle, prompts, exact=True, compile_ranges=())
 
 
-KINDS = ("compressed-tensors, zero points", COMPILED, "awq")
+KINDS = ("compressed-tensors, zero points", "gptq, reordered", "awq")
 ZEROS, REORDERED, AWQ = (PACKINGS[name] for name in KINDS)
 # Columns of a row-parallel linear's share do not end with groups of 128.
 SIZES = ODD | {"hidden_size": 216, "vocab_size": 136}

@@ -94,9 +94,8 @@ READ = pytest.mark.shown_by("models/test_packed_weights.py::test_codes_and_value
     ("packing", "is_kept"),
     [
         (ZEROS, True),
-        (PACKINGS["awq"], True),
         (REORDERED, False),
-        *(pytest.param(each, True, marks=READ) for each in (GROUPS, PACKINGS["gptq, rows"])),
+        *(pytest.param(each, True, marks=READ) for each in (PACKINGS["awq"], GROUPS, PACKINGS["gptq, rows"])),
     ],
     ids=lambda each: f"{each.method} {each.columns}" if isinstance(each, Packing) else "",
 )

@@ -17,7 +17,7 @@ from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 OF_FLIPPED_CODES = 6e-4
 
 
-@pytest.mark.product(one_in=20)
+@pytest.mark.product(one_in=1000, each=("dtype",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS_BY_NAME)
 def test_distributions_are_those_of_the_decoded_model(name: str, dtype: str) -> None:

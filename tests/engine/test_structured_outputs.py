@@ -78,7 +78,7 @@ def test_each_form(llm: LLM, given: dict[str, Any], is_right: Any) -> None:
 
 
 def test_any_object(llm: LLM) -> None:
-    for completion in generate(llm, structured({"json_object": True}, n=6)):
+    for completion in generate(llm, structured({"json_object": True}, n=3)):
         assert completion.finish_reason == "length" or isinstance(json.loads(completion.text), dict)
 
 
@@ -104,10 +104,8 @@ def test_random_schemas_end_by_themselves_and_are_valid(llm: LLM) -> None:
     ],
 )
 def test_it_goes_with_other_parameters(llm: LLM, further: dict[str, Any]) -> None:
-    first, second, again = (
-        generate(llm, [structured({"json": PERSON}, **further), SamplingParams(**PLAIN)]) for _ in range(3)
-    )
-    assert first[0].token_ids == second[0].token_ids == again[0].token_ids
+    first, again = (generate(llm, [structured({"json": PERSON}, **further), SamplingParams(**PLAIN)]) for _ in range(2))
+    assert first[0].token_ids == again[0].token_ids
     text = llm.get_tokenizer().decode(first[0].token_ids, skip_special_tokens=True)
     assert is_valid(json.loads(text), PERSON)
     if "logprobs" in further:

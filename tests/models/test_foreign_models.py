@@ -69,13 +69,6 @@ def test_eager_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) 
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_code_that_assigns_buffers_and_scales_by_numpy_is_compiled(tmp_path: Path) -> None:
-    oracle = write_checkpoint(tmp_path, family("ctrl"))
-    difference = difference_after_passes(fused_model(tmp_path, {"device": "cpu"}), oracle)
-    assert difference.is_right(torch.float32), difference
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_logprobs_after_all_passes_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
     folder, oracle = checkpoint
     model = fused_model(folder, {"device": "cpu"}, verify=True)
@@ -88,7 +81,11 @@ def test_logprobs_after_all_passes_are_those_of_transformers(checkpoint: tuple[P
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["electra", "gptj"], ids=["linears in a row", "strides that are a maximum"])
+@pytest.mark.parametrize(
+    "name",
+    ["electra", "gptj", "ctrl"],
+    ids=["linears in a row", "strides that are a maximum", "assigned buffers, scaled by numpy"],
+)
 def test_graphs_of_unusual_code_are_right_after_all_passes(name: str, tmp_path: Path) -> None:
     oracle = write_checkpoint(tmp_path, family(name))
     assert difference_after_passes(fused_model(tmp_path, {"device": "cpu"}), oracle).is_right(torch.float32)
@@ -118,6 +115,7 @@ def traced_text(folder: Path, *, of_all_layers: bool) -> tuple[list[str], str]:
     return [line.split("(")[0] for line in lines], traced.dynamo_graph
 
 
+@pytest.mark.shown_by("graphs/test_repeated_layers.py::test_few_layers_of_transformers_code_are_traced")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_few_layers_are_traced_and_the_graph_is_that_of_all(architecture: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, architecture, num_hidden_layers=4)

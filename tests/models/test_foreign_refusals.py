@@ -62,11 +62,11 @@ def outcome(kind: str, values: dict[str, Any], folder: Path) -> str:
 def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Without --all a quarter of them, which --seed chooses."""
+    """Without --all an eighth of them, which --seed chooses."""
     every, seed = pytestconfig.getoption("--all"), pytestconfig.getoption("--seed")
     found: dict[str, str] = {}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if not every and zlib.crc32(f"{seed} {kind}".encode()) % 4:
+        if not every and zlib.crc32(f"{seed} {kind}".encode()) % 8:
             continue
         bare = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
         tries = [KNOWN[kind]] if kind in KNOWN else [each | VALUES.get(kind, {}) for each in (TINY, bare, {})]
@@ -83,7 +83,7 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
     assert not unclear
     # Nothing is accepted that compare_families.py does not compare, and nothing that it compares is refused.
     assert found.keys() - refused.keys() == KNOWN.keys() & found.keys()
-    assert len(found) - len(refused) >= (145 if every else 20)
+    assert len(found) - len(refused) >= (145 if every else 10)
 
 
 @pytest.mark.parametrize(

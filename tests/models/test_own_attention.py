@@ -66,7 +66,7 @@ def test_chunks_decodes_and_cached_prefixes_give_the_tokens_of_transformers(chec
     assert difference.tokens_equal
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=16)
 @pytest.mark.usefixtures("one_thread")
 def test_graphs_after_all_passes_are_right(checkpoint: tuple[Path, Any]) -> None:
     folder, oracle = checkpoint

@@ -84,6 +84,7 @@ def test_what_does_not_fit_is_cut_and_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_tests, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(gpu_tests, "FAREWELL_S", 4.0)
     result = folder / "result.json"
     together, alone = stages_of(folder)
     slow, quick = (Stage(path.stem, (path,), together.marks) for path in sorted(together.files, reverse=True))
@@ -104,7 +105,7 @@ def test_what_does_not_fit_is_cut_and_said(
     assert counts["alone"] == {"passed": 1, "skipped": 0, "failed": [], "not_run": 0, "cut": None}
     assert "3 passed, 2 failed, 1 skipped in " in capsys.readouterr().out
 
-    assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 6, [], FACTS) == 1
+    assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 3, [], FACTS) == 1
     stages = json.loads(result.read_text())["stages"]
     cut = stages["test_slow"]
     assert cut["cut"] == "the time was over"

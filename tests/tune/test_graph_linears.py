@@ -47,11 +47,13 @@ def few_layers(folder: Path, shape: str) -> Path:
     return folder
 
 
+@pytest.mark.product(one_in=1000, each=("num_ranks",))
 @pytest.mark.parametrize(("shape", "num_ranks"), PLAIN)
 def test_a_plain_decoder_has_five(shape: str, num_ranks: int, tmp_path: Path) -> None:
     assert linears_of(config_of(few_layers(tmp_path, shape)), num_ranks) == PLAIN[shape, num_ranks]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("backend", ["triton", "flash_attn"])
 def test_the_cases_are_the_same_on_a_device_with_other_attention(backend: str, tmp_path: Path) -> None:
     config = replace(config_of(few_layers(tmp_path, "qwen3-0.6b")), attention_backend=backend)

@@ -178,7 +178,11 @@ def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]
 WHOLE: dict[str, Any] = {"mode": "compiled", "compile_ranges": ()}
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "features/images/test_image_engine.py::test_tokens_are_those_of_the_whole_model",
+    "features/images/test_image_requests.py::test_other_features_change_no_result",
+    "passes/test_image_passes.py::test_values_are_those_of_hooks",
+)
 @pytest.mark.parametrize("architecture", [QWEN, LLAVA])
 @pytest.mark.parametrize(
     "options",
@@ -191,7 +195,6 @@ WHOLE: dict[str, Any] = {"mode": "compiled", "compile_ranges": ()}
 def test_other_features_of_compiled_engines_change_no_result(
     architecture: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One is drawn: test_image_passes.py compares the graphs of all architectures with their eager code."""
     check_with(Oracle(tmp_path, architecture, small_vision_config(architecture)), **options)
 
 

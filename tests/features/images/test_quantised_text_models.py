@@ -72,7 +72,10 @@ def test_a_quantised_text_model_sees(form: str, tmp_path: Path) -> None:
         check(oracle, prompts, outputs_of(core, [oracle.request(each, prompts[each]) for each in prompts]))
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.shown_by(
+    "features/images/test_quantised_text_models.py::test_a_quantised_text_model_sees",
+    "bench/test_held_out_loss.py::test_rows_are_compared_with_float32",
+)
 @pytest.mark.parametrize(("preset", "tolerance"), [("int4", TOLERANCE), ("fp8", 0.15)])
 def test_a_text_model_that_is_quantised_while_it_is_loaded_sees(preset: str, tolerance: float, tmp_path: Path) -> None:
     """With "fp8" the inputs of linears are rounded too, and the oracle's are not."""

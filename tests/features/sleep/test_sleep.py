@@ -76,6 +76,7 @@ def used_bytes(llm: LLM, *, weights: bool) -> int:
     return found + (sum(tensor.nbytes for tensor in stored.filled()) if weights else 0)
 
 
+@pytest.mark.product(one_in=1000, each=("level",))
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_given_back_and_the_tokens_are_the_same_afterwards(level: int, llm: LLM, folder: Path) -> None:
     expected = tokens(llm)

@@ -82,7 +82,10 @@ def test_eager_embeddings_are_those_of_transformers(architecture: str, folders: 
 
 # With windows, and with matches of most passes.
 COMPILED = "Qwen2_5_VLForConditionalGeneration"
-OTHERS = pytest.mark.product(one_in=1000)
+OTHERS = pytest.mark.shown_by(
+    "models/vision/test_tower.py::test_one_compiled_graph_serves_all_sizes",
+    "features/images/test_image_engine.py::test_tokens_are_those_of_the_whole_model",
+)
 
 
 @pytest.mark.parametrize(

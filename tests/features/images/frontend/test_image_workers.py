@@ -54,15 +54,6 @@ def workers() -> list[psutil.Process]:
     return [each for each in found if "images.frontend.worker" in " ".join(each.cmdline())]
 
 
-def test_a_process_that_ends_costs_its_image_alone(processing: MediaProcessing) -> None:
-    before = submit(processing, source(0))
-    for worker in workers():
-        worker.send_signal(signal.SIGKILL)
-    with pytest.raises(ValueError, match=r"its process ended, for time or memory$"):
-        submit(processing, source(1))
-    assert submit(processing, source(1)).inputs.keys() == before.inputs.keys()
-
-
 def test_nothing_is_left_when_it_is_closed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     processing = MediaProcessing(ProcessorFiles(folder, folder, "float32", 1 << 20), 1, 1 << 20)
@@ -209,3 +200,12 @@ def test_equal_images_at_once_are_processed_once(shared: MediaProcessing) -> Non
     assert {image.key for image in found} == {found[0].key, found[1].key}
     gained = {name: after - before[name] for name, after in shared.metrics().items()}
     assert (gained["mm_cache_queries"], gained["mm_cache_hits"]) == (8, 6)
+
+
+def test_a_process_that_ends_costs_its_image_alone(shared: MediaProcessing) -> None:
+    before = submit(shared, source(10))
+    for worker in workers():
+        worker.send_signal(signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"its process ended, for time or memory$"):
+        submit(shared, source(11))
+    assert submit(shared, source(11)).inputs.keys() == before.inputs.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from msgspec import structs
 from compiled_engine.config import ImageInput, ImagesConfig
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.images.extras import PromptImage, images_of
+from compiled_engine.features.images.frontend import processing, worker
 from compiled_engine.features.images.frontend.download import Downloader, Target
+from compiled_engine.features.images.frontend.pixel_coding import PixelCoding
 from compiled_engine.features.images.frontend.processing import MediaProcessing, ProcessorFiles
 from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.images.frontend.urls import UrlPolicy
@@ -95,7 +98,28 @@ def pixels_of(image: PromptImage) -> torch.Tensor:
     return look_up(tensors[CODES], tensors[TABLE], num_frames=2) if CODES in tensors else tensors[PIXELS]
 
 
-# Their processor of images is that of Qwen 3 VL, and a process for each takes seconds to start.
+class InThisProcess:
+    """Stands for the processes of one checkpoint, of which each takes seconds to start: the same work is done here."""
+
+    def __init__(self, module: str, count: int) -> None:
+        assert module == processing.WORKER
+        assert count == 1
+
+    def begin(self, order: dict[str, Any]) -> None:
+        self.order, self.processor = order, load_processor(Path(order["folder"]), Path(order["tokenizer"]))
+        outputs = partial(worker._outputs, self.processor)
+        self.coding = PixelCoding(self.processor.image_processor, outputs)  # type: ignore[attr-defined]
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        return worker._processed(message, self.processor, self.coding, self.order)
+
+    def close(self) -> None:
+        pass
+
+
+# The one whose images are processed as those of users are.
+IN_A_PROCESS = "Qwen3VLForConditionalGeneration"
+# Their processor of images is that of Qwen 3 VL.
 SAME_PROCESSOR = ("Qwen2VL", "Qwen2_5_VL", "Qwen3_5")
 SHOWN = pytest.mark.shown_by(
     "features/images/frontend/test_processed_images.py::test_tokens_and_pixels_are_those_of_the_processor"
@@ -107,9 +131,12 @@ SHOWN = pytest.mark.shown_by(
     params=[pytest.param(name, marks=SHOWN) if name.startswith(SAME_PROCESSOR) else name for name in PLACEHOLDERS],
 )
 def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inputs]:
-    made = Inputs(tmp_path_factory.mktemp("checkpoint"), request.param)
-    yield made
-    made.requests.close()
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param != IN_A_PROCESS:
+            patched.setattr(processing, "WorkerPool", InThisProcess)
+        made = Inputs(tmp_path_factory.mktemp("checkpoint"), request.param)
+        yield made
+        made.requests.close()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -238,7 +265,8 @@ def test_pixels_that_are_held_no_longer_are_made_again(inputs: Inputs, tmp_path:
         inputs.requests.most_held = most
 
 
-def test_bfloat16_is_rounded_as_transformers_rounds_it(tmp_path: Path) -> None:
+def test_bfloat16_is_rounded_as_transformers_rounds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processing, "WorkerPool", InThisProcess)
     inputs = Inputs(tmp_path, "Qwen3VLForConditionalGeneration", "bfloat16")
     image = picture(40, 30)
     expected = inputs.theirs(text=[inputs.placeholder], images=[image], return_tensors="pt").to(torch.bfloat16)
