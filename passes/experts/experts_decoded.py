@@ -15,7 +15,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_packed import POWER, factor_of, halves_of, low_columns
 
 # Rows and bytes of a row that a program decodes.
-ROWS, BYTES = 64, 64
+ROWS, BYTES = 8, 512
 
 
 @quick_launches

@@ -28,6 +28,7 @@ from compiled_engine.passes.experts.experts_routing import place_kernel, route_k
 from compiled_engine.passes.experts.experts_tiles import (
     MOST_VECTOR_TOKENS,
     GroupedTiles,
+    decoded_tiles,
     decodes_first,
     grouped_tiles,
     one_token_tiles,
@@ -195,7 +196,9 @@ class _Weights:
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
         if self.are_mxfp4 and decodes_first(num_tokens, share):
-            return grouped_tiles(num_tokens, dtype, *sizes), False, True
+            is_narrow = dtype != torch.float32
+            tiles = decoded_tiles(self.down.values.device) if is_narrow else grouped_tiles(num_tokens, dtype, *sizes)
+            return tiles, False, True
         if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
             return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:

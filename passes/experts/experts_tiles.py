@@ -13,9 +13,9 @@ from compiled_engine.kernels.launch_arguments import next_power_of_2
 FEW_TOKENS, SOME_TOKENS = 64, 1024
 # The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
 # many experts that decoding them once is faster.
-MOST_VECTOR_TOKENS = 4
+MOST_VECTOR_TOKENS = 3
 # Steps of more tokens, with at least so many tokens per expert on average, decode weights in MXFP4 before the product.
-MOST_DECODED_IN_TILES, LEAST_TO_DECODE = 4096, 512
+MOST_DECODED_IN_TILES, LEAST_TO_DECODE = 2048, 256
 # Token counts after which tiles change.
 TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS, MOST_DECODED_IN_TILES)
 
@@ -77,19 +77,28 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
 
 
 def decodes_first(num_tokens: int, share: float) -> bool:
-    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 512 tokens per expert and more.
+    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 256 tokens per expert and more.
 
     share: fraction of the experts that a token chooses. Beyond the largest of TOKEN_COUNTS, kernels do not change.
     """
     return num_tokens > MOST_DECODED_IN_TILES and share * MOST_DECODED_IN_TILES >= LEAST_TO_DECODE
 
 
+def decoded_tiles(device: torch.device) -> GroupedTiles:
+    """Choose tiles for weights in 16 bits that were decoded before a product of many tokens.
+
+    The larger ones fit the shared memory of Hopper, where they were measured.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        return GroupedTiles(tokens=128, rows=256, block_k=64, num_warps=8, num_stages=3)
+    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
 def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles:
     """Choose tiles for MXFP4 codes that are decoded in whole words.
 
-    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles. Up to
-    four, a warp has 32 rows of the weight and reads 128 bytes of each at once. Larger blocks than of 64 tokens are
-    slower, since a thread has the sums of all tokens of a block beside what it decodes.
+    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles. Larger
+    blocks than of 64 tokens are slower, since a thread has the sums of all tokens of a block beside what it decodes.
     """
     per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
     if dtype == torch.float32:
@@ -98,6 +107,8 @@ def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTil
         return GroupedTiles(tokens=8, rows=64, block_k=256, num_warps=2, num_stages=3)
     if per_expert <= 10:
         return GroupedTiles(tokens=16, rows=64, block_k=256, num_warps=4, num_stages=3)
+    if per_expert <= 32:
+        return GroupedTiles(tokens=32, rows=128, block_k=128, num_warps=4, num_stages=3)
     return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=4, num_stages=3)
 
 

@@ -77,7 +77,9 @@ def test_steps_replay_the_tower(tmp_path: Path) -> None:
     values = json.loads(small_vision_config(architecture))
     values["vision_config"] |= {"hidden_size": 144, "num_heads": 2}
     oracle = Oracle(tmp_path, architecture, json.dumps(values))
-    options = {"mode": "graphed", "max_num_batched_tokens": 128, "enable_sleep_mode": True, **COMPILED}
+    # With it, whole steps are captured.
+    triton = {"attention_backend": "triton"}
+    options = {"mode": "graphed", "max_num_batched_tokens": 128, "enable_sleep_mode": True, **triton, **COMPILED}
 
     def prompts(seed: int) -> dict[str, Prompt]:
         eight = tuple(oracle.image(2, 3, seed=seed + number) for number in range(8))

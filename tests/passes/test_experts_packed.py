@@ -93,8 +93,8 @@ def test_decoding_before_the_product_compiled_for_hopper() -> None:
 
 
 def test_weights_are_decoded_before_products_of_many_tokens_per_expert() -> None:
-    assert not decodes_first(4096, 1)
-    assert decodes_first(4097, 1 / 8)
+    assert not decodes_first(2048, 1)
+    assert decodes_first(2049, 1 / 8)
     assert not decodes_first(8192, 1 / 16)
 
 
