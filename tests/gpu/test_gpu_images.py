@@ -78,7 +78,7 @@ def test_steps_replay_the_tower(tmp_path: Path) -> None:
     values["vision_config"] |= {"hidden_size": 144, "num_heads": 2}
     oracle = Oracle(tmp_path, architecture, json.dumps(values))
     # With it, whole steps are captured.
-    triton = {"attention_backend": "triton"}
+    triton = {"attention_backend": "triton", "block_size": 16}
     options = {"mode": "graphed", "max_num_batched_tokens": 128, "enable_sleep_mode": True, **triton, **COMPILED}
 
     def prompts(seed: int) -> dict[str, Prompt]:
