@@ -32,7 +32,7 @@ from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
 # Pixels are asked for before they are needed, but for no more embeddings than this number of full steps computes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the ranks count the last two
+COUNTERS = (*_PLANNED, "tower_runs", "tower_seconds", "tower_compiles")  # the ranks count the last three
 GAUGES = ("image_cache_rows", "image_cache_rows_used")
 
 

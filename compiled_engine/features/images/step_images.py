@@ -18,6 +18,7 @@ from compiled_engine.engine.request_states import POSITION_SHIFT, RequestStates
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features.images.extras import NAME, RowImages, Runs, StepImages
 from compiled_engine.features.images.tower import Tower
+from compiled_engine.features.images.tower_clock import TowerClock
 from compiled_engine.graphs.compiled_model import CompileCounts
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.passes.images.merge_embeddings import EMBEDDINGS, IMAGE_INDEX, IMAGES
@@ -98,7 +99,7 @@ class StepImagesOnDevice(StepFeature):
         if config.sections:
             states.shift_positions()
         self._images: dict[int, _Row] = {}  # of rows whose images are not computed yet
-        self._num_runs = 0
+        self._num_runs, self._clock = 0, TowerClock(embeddings.device)
 
     @classmethod
     def of(cls, parts: RunnerParts, images: ImagesConfig) -> StepImagesOnDevice:
@@ -140,7 +141,9 @@ class StepImagesOnDevice(StepFeature):
         if given.computed:
             inputs = [{name: each.tensor() for name, each in image.inputs.items()} for image in given.computed]
             rows_E = np.concatenate([_numbers(image.rows) for image in given.computed])
-            self._embeddings.index_copy_(0, upload(rows_E, self._embeddings.device), self.tower.embed(inputs))
+            with self._clock.run():
+                embeddings = self.tower.embed(inputs)
+            self._embeddings.index_copy_(0, upload(rows_E, self._embeddings.device), embeddings)
             self._num_runs += 1
         for request_id, placed in given.placed.items():
             row = self._images[self._states.row(request_id)]
@@ -188,7 +191,11 @@ class StepImagesOnDevice(StepFeature):
                 del self._images[row]
 
     def metrics(self) -> dict[str, Any]:
-        return {"tower_runs": self._num_runs, "tower_compiles": self.tower.counts.compiles}
+        return {
+            "tower_runs": self._num_runs,
+            "tower_seconds": self._clock.seconds(),
+            "tower_compiles": self.tower.counts.compiles,
+        }
 
     def _write(self, name: str, values: np.ndarray) -> None:
         tensor = self._buffers[name]
