@@ -14,7 +14,7 @@ from compiled_engine.models.checkpoint.image_processor import image_processor_se
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.safetensors_files import tensor_names
 from compiled_engine.models.checkpoint.wrappers import text_name
-from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.models.vision.description import describe_vision, why_not_described
 from compiled_engine.options import EngineOptions
 from compiled_engine.schema import require_defaults
 from compiled_engine.vision import VisionDescription
@@ -55,7 +55,7 @@ def resolve_images(
         config = json.dumps(with_overrides(fields, json.loads(model.overrides or "{}")).values)
         vision = describe_vision(config)
         if vision is None:
-            obstacle = f"the vision tower of this {model.wrapper} is not supported, and its text model runs alone"
+            obstacle = f"the checkpoint is a {model.wrapper}: {why_not_described(config)}"
         elif (module := _quantised_module(model)) is not None:
             obstacle = f"its vision tower is quantised: {module}"
         elif vision.both_ways:

@@ -81,6 +81,7 @@ COUNTERS = {
     "tower_images": ("encoder_images", "Images whose embeddings a vision tower has computed."),
     "tower_embeddings": ("encoder_tokens", "Embeddings that it has computed."),
     "tower_runs": ("encoder_runs", "Steps with a run of the vision tower."),
+    "tower_seconds": ("encoder_seconds", "Time of these runs, on the device."),
     "clips": ("clips", "Clips of completions."),
     "clip_cache_hits": ("clip_cache_hits", "Clips of completions whose keys and values were on the device."),
     "clips_encoded": ("encoded_clips", "Clips that the encoder has encoded."),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled_engine.models.foreign.description import IMPORTING
-from compiled_engine.models.vision.families import FAMILIES, Family
+from compiled_engine.models.vision.families import FAMILIES, UNTRACEABLE, Family
 from compiled_engine.vision import VisionDescription
 
 
@@ -33,6 +33,17 @@ def describe_vision(config_json: str) -> VisionDescription | None:
     if described.mrope_section and sum(described.mrope_section) != _num_frequencies(config.get_text_config()):
         return None
     return described
+
+
+def why_not_described(config_json: str) -> str:
+    """Return the reason why `describe_vision` returns None for a multimodal checkpoint.
+
+    config_json: text of the checkpoint's config.json.
+    """
+    kind = (json.loads(config_json).get("vision_config") or {}).get("model_type")
+    if kind in UNTRACEABLE:
+        return f"its vision tower {kind} {UNTRACEABLE[kind]}, and its text model runs alone"
+    return "its vision tower is not supported, and its text model runs alone"
 
 
 def read_vision_config(config_json: str) -> Any:

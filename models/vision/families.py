@@ -42,6 +42,9 @@ GEMMA4 = Family(
 INTERNVL = Family("internvl", PROJECTED, vision_types=("internvl_vision",), class_token=True)
 IDEFICS3 = Family("idefics3", ("vision_model", "connector"))
 
+# Type of a vision model -> what keeps its code from being traced as one graph for images of any size.
+UNTRACEABLE = {"pixtral": "loops over the sizes of the images, which cannot be traced whole"}
+
 FAMILIES = {
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Gemma4ForConditionalGeneration": GEMMA4,

@@ -28,7 +28,7 @@ from compiled_engine.models.checkpoint.parameters import (
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.parameter import CODES, COLUMNS, KEPT, SCALES, ZEROS, Parameter, made
 from compiled_engine.passes.framework.parameter import packed as pack
-from compiled_engine.passes.framework.rounding import decode
+from compiled_engine.passes.framework.rounding import decode, unpack
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.quantisation import ELEMENTS, LinearScheme
 
@@ -439,6 +439,27 @@ def test_dummy_codes_stand_for_values_of_small_deviation(element: str) -> None:
     assert abs(float(values.mean())) < 0.003  # codes of four bits reach from -8 to 7
     assert 0.015 < float(values.std()) < 0.027
     assert columns[0].sort().values.tolist() == list(range(1024))
+
+
+PACKED_ELEMENTS = [name for name, element in ELEMENTS.items() if element.per_byte > 1]
+
+
+@pytest.mark.parametrize("element", [*PACKED_ELEMENTS, "made of weights"])
+def test_dummy_codes_of_four_bits_are_of_all_kinds_in_every_row(element: str) -> None:
+    """A benchmark with codes of zeros alone would draw less power, and so run at higher clocks than a checkpoint."""
+    online = "int4 1x128"
+    scheme = f"{element} 1x32" if element in ELEMENTS else online
+    shape = LinearScheme.parse(scheme).weight.stored(64, 1024)
+    leaf = Parameter("w.codes", shape, "uint8", CODES, scheme=scheme)
+    if element not in ELEMENTS:
+        weight = Parameter("w", (64, 1024), "float32")
+        leaf = Parameter("w.codes", shape, "uint8", members=(weight,), make=((CODES, online),))
+    tensors = {leaf.name: torch.zeros(shape, dtype=torch.uint8)}
+    fill_with_random_weights(Weights((leaf,), tensors), seed=0)
+    for row in unpack(tensors[leaf.name], LinearScheme.parse(scheme).weight):
+        counts = row.bincount(minlength=16)
+        assert int((counts > 0).sum()) >= 14
+        assert int(counts.max()) < len(row) / 5
 
 
 def cuda_checkpoint(path: Path) -> nn.Module:

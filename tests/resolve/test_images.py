@@ -118,6 +118,24 @@ def test_an_engine_says_why_it_reads_no_images(
     assert config.reasons["image_input"] == reason
 
 
+@pytest.mark.parametrize("architecture", [LLAVA, "Mistral3ForConditionalGeneration"])
+def test_the_tower_of_pixtral_is_refused_by_its_name(architecture: str, tmp_path: Path) -> None:
+    """The text model runs alone."""
+    values = json.loads(vision_config(LLAVA))
+    kinds = {"model_type": "mistral3" if architecture != LLAVA else "llava", "architectures": [architecture]}
+    values |= kinds | {"vision_config": {"model_type": "pixtral"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = resolved(tmp_path, architecture)
+    assert config.images is None
+    assert config.model.wrapper == architecture
+    assert config.reasons["image_input"] == (
+        f"the checkpoint is a {architecture}: its vision tower pixtral loops over the sizes of the images, which "
+        "cannot be traced whole, and its text model runs alone"
+    )
+    with pytest.raises(ValueError, match=r"encoder_cache_size is 8, but the checkpoint is a .* tower pixtral loops"):
+        resolved(tmp_path, architecture, encoder_cache_size=8)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -32,7 +32,7 @@ from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
 # Pixels are asked for before they are needed, but for no more embeddings than this number of full steps computes.
 STEPS_AHEAD = 4
-COUNTERS = (*_PLANNED, "tower_runs", "tower_replays", "tower_compiles")  # the ranks count the last three
+COUNTERS = (*_PLANNED, "tower_runs", "tower_replays", "tower_seconds", "tower_compiles")  # ranks count the last four
 GAUGES = ("image_cache_rows", "image_cache_rows_used")
 
 

@@ -17,6 +17,7 @@ from compiled_engine.engine.request_states import POSITION_SHIFT, RequestStates
 from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts, StepFeature
 from compiled_engine.features.images.extras import NAME, RowImages, Runs, StepImages
 from compiled_engine.features.images.tower import Tower
+from compiled_engine.features.images.tower_clock import TowerClock
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.passes.images.merge_embeddings import EMBEDDINGS, IMAGE_INDEX, IMAGES
 from compiled_engine.passes.images.section_angles import POSITION_DELTAS
@@ -70,7 +71,7 @@ class StepImagesOnDevice(StepFeature):
         if config.sections:
             states.shift_positions()
         self._images: dict[int, _Row] = {}  # of rows whose images are not computed yet
-        self._num_runs = 0
+        self._num_runs, self._clock = 0, TowerClock(embeddings.device)
 
     @classmethod
     def of(cls, parts: RunnerParts, images: ImagesConfig) -> StepImagesOnDevice:
@@ -116,7 +117,9 @@ class StepImagesOnDevice(StepFeature):
         if given.computed:
             inputs = [{name: each.tensor() for name, each in image.inputs.items()} for image in given.computed]
             rows_E = np.concatenate([_numbers(image.rows) for image in given.computed])
-            self._embeddings.index_copy_(0, upload(rows_E, self._embeddings.device), self.tower.embed(inputs))
+            with self._clock.run():
+                embeddings = self.tower.embed(inputs)
+            self._embeddings.index_copy_(0, upload(rows_E, self._embeddings.device), embeddings)
             self._num_runs += 1
         for request_id, placed in given.placed.items():
             row = self._images[self._states.row(request_id)]
@@ -168,6 +171,7 @@ class StepImagesOnDevice(StepFeature):
         return {
             "tower_runs": self._num_runs,
             "tower_replays": graphs.num_replays if graphs else 0,
+            "tower_seconds": self._clock.seconds(),
             "tower_compiles": self.tower.counts.compiles,
         }
 

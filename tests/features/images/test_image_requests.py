@@ -52,6 +52,7 @@ def test_an_image_of_before_runs_no_tower(oracle: Oracle, core: EngineCore) -> N
         check(oracle, {name: prompt}, outputs_of(core, [oracle.request(name, prompt)]))
         after = core.metrics()
         assert after["tower_runs"] == before["tower_runs"] + (name == "first")
+        assert (after["tower_seconds"] > before["tower_seconds"]) == (name == "first")
         assert after["image_cache_hits"] == before["image_cache_hits"] + 2 * (name == "second")
 
 
