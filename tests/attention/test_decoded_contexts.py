@@ -76,11 +76,12 @@ def difference(case: Case, dtype: torch.dtype = torch.float32, keys: int = 0) ->
 
 
 def main(every: bool) -> None:
-    """Run by the next test in a process whose Triton interprets. every: each window with tiles of each size."""
+    """Run by the next test in a process whose Triton interprets. every: each window with tiles of each
+    size; else three windows, each with tiles of one size."""
     torch.set_num_threads(1)
     cases = [replace(case, storage=NAMES[number % 2]) for number, case in enumerate(CASES)]
     wrong = {f"{case.name}, {case.storage}": difference(case) for case in cases}
-    pairs = product(WINDOWED, TILES_OF_KEYS) if every else zip(WINDOWED, cycle(TILES_OF_KEYS), strict=False)
+    pairs = product(WINDOWED, TILES_OF_KEYS) if every else zip(WINDOWED[1:4], cycle(TILES_OF_KEYS), strict=False)
     for number, (windowed, keys) in enumerate(pairs):
         case = replace(windowed, storage=NAMES[number % 2])
         wrong[f"{case.name}, {case.storage}, tiles of {keys}"] = difference(case, torch.float16, keys)

@@ -134,7 +134,7 @@ def without_lag(seed: int) -> dict[str, list[int]]:
     return run({"async_scheduling": False}, seed, aborts=False)
 
 
-@pytest.mark.product(one_in=8)
+@pytest.mark.product(one_in=16)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_blocks", [200, 40])
 def test_random_requests(num_blocks: int, seed: int, pytestconfig: pytest.Config) -> None:

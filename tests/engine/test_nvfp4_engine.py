@@ -20,6 +20,7 @@ def test_each_format_is_decoded(form: str, bundled_model_path: Path, bundled_tok
     compare(tmp_path, oracle, prompts, exact=True, mode="eager", strict_passes=False)
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_codes_are_computed_with(num_ranks: int, tmp_path: Path) -> None:
     """Shares of two ranks end inside groups."""

@@ -47,7 +47,7 @@ SHARES = pytest.mark.shown_by(
 def test_ranks_have_parts_of_the_experts_of_gpt_oss(num_ranks: int, mode: str, tmp_path: Path) -> None:
     """Rows of gate and up alternate, one rank adds the bias of the sum, and shares of 48 and 24 columns end inside
     groups of 32."""
-    oracle = write_mxfp4(tmp_path)
+    oracle = write_mxfp4(tmp_path, num_layers=1)
     prompts = [[token % oracle.config.vocab_size for token in prompt] for prompt in IDS]
     given = {"compile_ranges": ()} if mode == "compiled" else {"strict_passes": False}
     compare(tmp_path / "packed", oracle, prompts, exact=True, mode=mode, tensor_parallel_size=num_ranks, **given)
@@ -55,7 +55,7 @@ def test_ranks_have_parts_of_the_experts_of_gpt_oss(num_ranks: int, mode: str, t
 
 def test_random_weights_of_gpt_oss(tmp_path: Path) -> None:
     """Codes are of all kinds, and values as large as those of other weights."""
-    oracle = write_mxfp4(tmp_path)
+    oracle = write_mxfp4(tmp_path, num_layers=1)
     ids = [token % oracle.config.vocab_size for token in IDS[3]]
     options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True, "compile_ranges": ()}
     with LLM(tmp_path / "packed", **options) as llm:
@@ -107,7 +107,11 @@ def test_experts_of_other_formats_stay_in_four_bits(packing: Packing, is_kept: b
     assert set(matched(compare(tmp_path / "packed", oracle, IDS, exact=True, **checked))) == {2 * is_kept}
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "engine/test_packed_engine.py::test_ranks_have_parts_of_groups",
+    "engine/test_packed_experts.py::test_ranks_have_parts_of_the_experts_of_gpt_oss",
+    "passes/test_quantise_experts.py::test_tiles_end_with_the_share_of_a_rank",
+)
 @pytest.mark.parametrize("packing", [GROUPS, ZEROS, PACKINGS["awq"]], ids=lambda each: f"{each.method} {each.columns}")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int, tmp_path: Path) -> None:

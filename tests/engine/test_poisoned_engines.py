@@ -16,10 +16,13 @@ from compiled_engine import LLM
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Of batches, and of the requests of each.
 ROUNDS, COUNT = 2, 12
-EVERY = [
-    pytest.param(name, marks=() if kind.options.get("mode") == "eager" else pytest.mark.product(one_in=1000))
-    for name, kind in KINDS.items()
-]
+# Compiled kinds run on a GPU and with --all; other tests of compiled engines are poisoned too.
+SHOWN = pytest.mark.shown_by(
+    "engine/test_poisoned_engines.py::test_requests_together_get_the_tokens_of_each_alone",
+    "engine/test_coded_cache_engine.py::test_fp8_takes_the_scales_of_a_checkpoint",
+    "engine/test_adapters.py::test_a_batch_of_adapters_and_none",
+)
+EVERY = [pytest.param(name, marks=() if kind.options.get("mode") == "eager" else SHOWN) for name, kind in KINDS.items()]
 
 
 @pytest.mark.parametrize("name", EVERY)

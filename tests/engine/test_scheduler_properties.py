@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

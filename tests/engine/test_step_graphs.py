@@ -135,6 +135,7 @@ def test_replayed_batches_give_the_tokens_of_plain_ones(
     assert sum(sum(counts.values()) for counts in histogram.values()) == metrics["steps"]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
 def test_replayed_batches_of_eager_code_have_their_adapters(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], tmp_path: Path

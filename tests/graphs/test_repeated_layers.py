@@ -399,17 +399,21 @@ def test_few_layers_of_a_speech_model_are_traced(
 _MIXERS = ["linear_attention", "mlp"] * 5 + ["full_attention", "mlp"]
 # The last five layers read earlier keys, and each layer has its own part of the embeddings.
 _GEMMA = {
-    **{"num_hidden_layers": 11, "num_kv_shared_layers": 5, "attention_k_eq_v": False, "enable_moe_block": False},
-    **{"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 4, "full_attention"]},
+    **{"num_hidden_layers": 9, "num_kv_shared_layers": 5, "attention_k_eq_v": False, "enable_moe_block": False},
+    **{"layer_types": [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 4, "full_attention"]},
     **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131},
 }
+DRAWN = pytest.mark.product(one_in=1000)  # of two
 FOREIGN = [
     # The loop over layers reads `block_type` of each; the only attention is behind a mixer and before an MLP.
-    ("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11), 5),
+    pytest.param(
+        *("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11), 5),
+        marks=DRAWN,
+    ),
     # Attention of a class of ours, and slices that are the same for all layers: parts of complex numbers.
-    ("deepseek_v2", {"num_hidden_layers": 6, "first_k_dense_replace": 1}, (0, 1, 2, 5), 4),
+    pytest.param("deepseek_v2", {"num_hidden_layers": 5, "first_k_dense_replace": 1}, (0, 1, 2, 4), 4, marks=DRAWN),
     ("bloom", {"num_hidden_layers": 5}, (0, 1, 4), 3),
-    ("gemma4_text", _GEMMA, (0, 1, 3, 4, 5, 6, 7, 9, 10), 7),
+    ("gemma4_text", _GEMMA, (0, 1, 2, 3, 4, 5, 7, 8), 7),
 ]
 
 

@@ -24,7 +24,7 @@ from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.registry import register_pass, unregister_pass
 
 
-@pytest.mark.product(one_in=3)
+@pytest.mark.product(one_in=8)
 @pytest.mark.parametrize(
     ("family", "stage_layers", "fused"),
     [

@@ -24,6 +24,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 IDS = [7, 30, 2, 99, 41, 5, 11, 64, 3]
 
 
+# The code of transformers for the text models alone.
+FOREIGN = pytest.mark.shown_by("models/test_foreign_models.py::test_eager_logprobs_are_those_of_transformers")
+
+
 def write(folder: Path, case: Family, *, prefix: str | None = None) -> Any:
     """Write the checkpoint as transformers does, or with that prefix before the text model's names."""
     oracle = write_checkpoint(folder, case)
@@ -44,9 +48,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.product(one_in=64)
-@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+@pytest.mark.parametrize("implementation", ["auto", pytest.param("transformers", marks=FOREIGN)])
 def test_logprobs_are_those_of_the_whole(checkpoint: tuple[Path, Any], implementation: str) -> None:
-    """The code of transformers for the text models alone: tests/models/test_foreign_models.py."""
     options = {"mode": "eager", "device": "cpu", "model_impl": implementation}
     difference = difference_of(*checkpoint, options)
     assert difference.is_right(torch.float32), difference

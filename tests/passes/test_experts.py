@@ -23,6 +23,7 @@ aten = torch.ops.aten
 ours = torch.ops.compiled_engine
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("family", [GPT_OSS, GLM4_MOE], ids=str)
 def test_a_router_may_take_the_smallest(family: Family) -> None:
     """The routing is taken into the kernel only where the kernel chooses as the router does."""

@@ -86,12 +86,13 @@ def test_the_ranks_together_compute_the_whole(family: Family, num_ranks: int) ->
 
 
 def test_graphs_of_transformers_code_are_divided_too(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, family("phi3").to_divide())
+    divisible = family("phi3").to_divide()
+    write_checkpoint(tmp_path, replace(divisible, changes={**divisible.changes, "num_hidden_layers": 1}))
     reports = verified_passes(tmp_path, {"device": "cpu", "tensor_parallel_size": 2})
     sums = [report for report in reports if report.name == "tensor_parallel"]
     assert len(sums) == 2
     for report in sums:
-        assert report.matches == report.contract == report.verified == 2 * 3 + 1
+        assert report.matches == report.contract == report.verified == 2 * 1 + 1
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:

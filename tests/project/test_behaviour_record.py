@@ -24,6 +24,10 @@ def written(path: Path, *features: str) -> Path:
     return path
 
 
+@pytest.mark.shown_by(
+    "project/test_behaviour_record.py::test_a_record_tells_of_a_change",
+    "project/test_behaviour_record.py::test_the_messages_of_random_work_are_the_same_in_every_run",
+)
 def test_a_record_is_the_same_a_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eagerly and with graphs."""
     before, again = (written(tmp_path / f"{number}.json", "recurrences") for number in (1, 2))

@@ -153,6 +153,7 @@ def test_heads_that_ranks_cannot_divide_are_refused(delta_net: tuple[Path, Any])
         resolve(make_options({"model": delta_net[0], "device": "cpu", "tensor_parallel_size": 4}))
 
 
+@pytest.mark.shown_by("engine/test_recurrent_drafts.py::test_ranks_divide_states_with_drafts")
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks_give_transformers_log_probabilities(tmp_path: Path) -> None:
     oracle = write_checkpoint(tmp_path, family("qwen3_5_text").to_divide())

@@ -126,7 +126,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_feature_against_the_reference(data: st.DataObject) -> None:
     """Random requests together for some steps, each token checked; output that repeats, for bad words to match."""
@@ -154,7 +154,7 @@ def test_every_feature_against_the_reference(data: st.DataObject) -> None:
             outputs[i].append(token_id)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
     """Alone in row 0, or in any row among any others, added late, preempted: the same tokens and logprobs."""

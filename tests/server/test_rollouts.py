@@ -140,6 +140,7 @@ def test_a_folder_is_loaded_and_named_in_answers(
     assert trainer.post("/reset_prefix_cache") == {"success": True}
 
 
+@pytest.mark.product(one_in=1000, each=("packed",))
 @pytest.mark.parametrize("packed", [True, False])
 def test_tensors_are_broadcast_to_all_ranks(
     trainer: Trainer,

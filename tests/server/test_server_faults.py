@@ -101,6 +101,7 @@ async def leave_when(
     await asyncio.gather(sending, return_exceptions=True)
 
 
+@pytest.mark.product(one_in=1000, each=("stage",))
 @pytest.mark.parametrize(("n", "stream"), [(1, True), (3, False)])
 @pytest.mark.parametrize("stage", ["queued", "prefilling", "decoding"])
 def test_a_client_goes(server: RunningServer, stage: str, n: int, stream: bool) -> None:

@@ -59,7 +59,7 @@ forms = st.one_of(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     asked=st.dictionaries(st.sampled_from(NAMES), values, max_size=6),
     formed=st.dictionaries(st.sampled_from(("structured_outputs", "response_format")), forms, max_size=2),

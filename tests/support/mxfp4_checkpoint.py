@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def write_mxfp4(folder: Path) -> Any:
-    """Write a tiny GPT-OSS with random codes, and return transformers' model with what they stand for."""
+def write_mxfp4(folder: Path, num_layers: int = 2) -> Any:
+    """Write a tiny GPT-OSS with random codes, and return transformers' model with what they stand for.
+
+    num_layers: the first one has a window, the second none.
+    """
     whole = folder / "whole"
     gpt_oss = family("gpt_oss")
-    # One layer with a window, and one without.
-    write_checkpoint(whole, replace(gpt_oss, changes={**gpt_oss.changes, "num_hidden_layers": 2}))
+    write_checkpoint(whole, replace(gpt_oss, changes={**gpt_oss.changes, "num_hidden_layers": num_layers}))
     tensors, values = load_file(whole / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

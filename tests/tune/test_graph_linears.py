@@ -82,6 +82,7 @@ FAMILIES = {
 BOTH = pytest.mark.shown_by("tune/test_graph_linears.py::test_a_family_has_all_linears_that_its_graph_calls")
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=BOTH) if name == "qwen3_next" else name for name in FAMILIES]
 )

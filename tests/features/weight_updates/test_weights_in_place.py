@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=8)
 @pytest.mark.parametrize("case", CASES)
 def test_updated_weights_have_the_bits_of_a_fresh_load(case: str, tmp_path: Path) -> None:
     check_updates(*CASES[case], tmp_path)
