@@ -67,7 +67,7 @@ def test_steps_replay_the_tower(tmp_path: Path) -> None:
     values = json.loads(small_vision_config(architecture))
     values["vision_config"] |= {"hidden_size": 144, "num_heads": 2}
     oracle = Oracle(tmp_path, architecture, json.dumps(values))
-    options = {"mode": "graphed", "max_num_batched_tokens": 128, "enable_sleep_mode": True, **COMPILED}
+    options = {"mode": "graphed", "compile_ranges": (), "max_num_batched_tokens": 128, "enable_sleep_mode": True}
 
     def prompts(seed: int) -> dict[str, Prompt]:
         eight = tuple(oracle.image(2, 3, seed=seed + number) for number in range(8))
@@ -77,7 +77,7 @@ def test_steps_replay_the_tower(tmp_path: Path) -> None:
             "large": Prompt((7, None, 3, 9), (oracle.image(9, 12, seed=seed + 9),)),
         }
 
-    with running(oracle, device="cuda", **options) as core:
+    with running(oracle, device="cuda", **options, **COMPILED) as core:
         before = core.metrics()
         names = before["graph_bytes_by_key"]
         assert {"tower 16", "tower 64", "full 64 images 1", "full 128 images 1"} <= names.keys()
