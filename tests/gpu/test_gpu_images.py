@@ -89,7 +89,7 @@ def test_steps_replay_the_tower(tmp_path: Path) -> None:
             "large": Prompt((7, None, 3, 9), (oracle.image(9, 12, seed=seed + 9),)),
         }
 
-    with running(oracle, device="cuda", **options, **COMPILED) as core:
+    with running(oracle, device="cuda", **options, **triton, **COMPILED) as core:
         before = core.metrics()
         names = before["graph_bytes_by_key"]
         assert {"tower 16", "tower 64", "full 64 images 1", "full 128 images 1"} <= names.keys()
