@@ -117,6 +117,7 @@ class RowState:
     shape: tuple[int, ...]  # of a row
     dtype: str
     in_snapshots: bool = True  # whether snapshots have it too
+    num_decays: int = 1  # of a state [H, k, v]: numbers by which a token decays a head's matrix, 1, or k for its rows
 
     @property
     def row_bytes(self) -> int:

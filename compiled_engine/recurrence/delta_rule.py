@@ -1,7 +1,8 @@
 """Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences, with PyTorch's ops.
 
 A head's state S [k, v] maps keys to values. For each token, S is multiplied by exp(g), a value is written under the
-token's key, S += key^T (beta * (value - key S)), and the token's result is query S.
+token's key, S += key^T (beta * (value - key S)), and the token's result is query S. In Kimi delta attention (Kimi Team,
+2025, Kimi Linear) g has a number for each row of S.
 
 Shapes: those of matrix_states.py, and G query and key heads.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from compiled_engine.recurrence.decays_by_element import decays_to_end, products_by_element
 from compiled_engine.recurrence.matrix_states import Drafted, TokenValues, apply_to_step, written
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -34,7 +36,8 @@ def apply_rule_reference(
     """
     q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
-    values = TokenValues(q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float())
+    g_THe = g_TH.float().view(*v_THv.shape[:2], -1)
+    values = TokenValues(q_THk, k_THk, v_THv.float(), g_THe, beta_TH.float())
     apply_to_step(_DeltaRule(), values, state_SHkv, drafted, out_THv, sequences)
 
 
@@ -55,8 +58,8 @@ class _DeltaRule:
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_RHk, k_RHk, v_RHv, g_RH, beta_RH = values_R
-        decayed_RHkv = state_RHkv * g_RH.exp()[..., None, None]
+        q_RHk, k_RHk, v_RHv, g_RHe, beta_RH = values_R
+        decayed_RHkv = state_RHkv * g_RHe.exp().unsqueeze(-1)
         known_RHv = torch.einsum("rhkv,rhk->rhv", decayed_RHkv, k_RHk)
         written_RHv = (v_RHv - known_RHv) * beta_RH.unsqueeze(-1)
         state_RHkv = written(decayed_RHkv, k_RHk, written_RHv)
@@ -68,14 +71,18 @@ class _DeltaRule:
         The value that a token writes depends on the values that earlier tokens write. All of them together are the
         solution of a triangular system of equations.
         """
-        q_HCk, k_HCk, v_HCv, g_HC, beta_HC = (x.transpose(0, 1) for x in values_C)
-        g_HC = g_HC.cumsum(-1)
-        decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()
-        grown_HC1, beta_HC1 = g_HC.exp().unsqueeze(-1), beta_HC.unsqueeze(-1)
-        keys_HCC = (k_HCk * beta_HC1) @ k_HCk.mT * decay_HCC
-        wanted_HCv = beta_HC1 * (v_HCv - grown_HC1 * (k_HCk @ state_Hkv))
+        q_HCk, k_HCk, v_HCv, g_HCe, beta_HC = (x.transpose(0, 1) for x in values_C)
+        total_HCe, beta_HC1 = g_HCe.cumsum(1), beta_HC.unsqueeze(-1)
+        grown_HCe = total_HCe.exp()
+        if g_HCe.shape[-1] == 1:
+            left_HCe = (total_HCe[:, -1:] - total_HCe).exp()
+            decay_HCC = (total_HCe - total_HCe.mT).tril().exp().tril()
+            keys_HCC, scores_HCC = (x_HCk @ k_HCk.mT * decay_HCC for x_HCk in (k_HCk * beta_HC1, q_HCk))
+        else:
+            left_HCe = decays_to_end(g_HCe)
+            keys_HCC, scores_HCC = products_by_element(torch.stack((k_HCk * beta_HC1, q_HCk)), k_HCk, g_HCe)
+        wanted_HCv = beta_HC1 * (v_HCv - (k_HCk * grown_HCe) @ state_Hkv)
         written_HCv = torch.linalg.solve_triangular(keys_HCC, wanted_HCv, upper=False, unitriangular=True)
-        y_HCv = (q_HCk * grown_HC1) @ state_Hkv + (q_HCk @ k_HCk.mT * decay_HCC) @ written_HCv
-        left_HC1 = (g_HC[:, -1:] - g_HC).exp().unsqueeze(-1)
-        state_Hkv = state_Hkv * grown_HC1[:, -1:] + (k_HCk * left_HC1).mT @ written_HCv
+        y_HCv = (q_HCk * grown_HCe) @ state_Hkv + scores_HCC @ written_HCv
+        state_Hkv = state_Hkv * grown_HCe[:, -1:].mT + (k_HCk * left_HCe).mT @ written_HCv
         return y_HCv.transpose(0, 1), state_Hkv

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, with_dense_items
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.recurrence.decays_by_element_triton import element_products
 from compiled_engine.recurrence.delta_rule import EPS
 from compiled_engine.recurrence.matrix_states import Drafted
 from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update
@@ -49,6 +50,8 @@ def delta_rule_kernel(
     v_ptr: tl.tensor,
     g_ptr: tl.tensor,
     beta_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
     state_ptr: tl.tensor,
     drafts_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
@@ -71,6 +74,7 @@ def delta_rule_kernel(
     EPS: tl.constexpr,
     NORMALISES: tl.constexpr,
     SLOTS: tl.constexpr,
+    DECAYS: tl.constexpr,
     IN_TWO: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -81,12 +85,13 @@ def delta_rule_kernel(
 
     Program: (tile of TILE_V elements of the value, head, request); it processes all tokens of the request.
 
-    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. q_stride, ..., beta_stride:
-        elements from one token to the next.
+    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr: [T, H, DECAYS]; beta_ptr: [T, H]. q_stride, ...,
+        beta_stride: elements from one token to the next. DECAYS: numbers by which a token decays a state, 1 or K.
+    keys_ptr, scores_ptr: results of element_products_kernel. None if DECAYS or CHUNK is 1.
     state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], the index of each request's state, -1 for a padding request,
         whose results are zeros.
-    drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
-        drafts; SLOTS is then 0.
+    drafts_ptr: fp32 [S, H, SLOTS, K + V + DECAYS]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there
+        are no drafts; SLOTS is then 0.
     num_rows: R. rows_of_each: the number of rows of each request, or 1 if requests have different numbers. With 1 there
         is a program for each row, and the program of a request's first row handles its drafts too. IN_TWO: this is
         one of two launches. With CHUNK 1 it processes only rows of one token, otherwise only the other rows, whose
@@ -124,12 +129,17 @@ def delta_rule_kernel(
     if SLOTS > 0 and CHUNK == 1:
         state_kv = apply_drafts(
             *(state_kv, drafts_ptr, lengths_ptr, row * H + head, num_before, continues_v),
-            *(k_k, v_v, in_k, in_v, K, V, SLOTS),
+            *(k_k, v_v, in_k, in_v, K, V, SLOTS, DECAYS),
         )
     place_C = tl.arange(0, CHUNK)
     lower_CC, diagonal_CC = place_C[:, None] > place_C[None, :], place_C[:, None] == place_C[None, :]
-    for first in range(0, length, CHUNK):
+    origin = 0
+    if DECAYS > 1 and CHUNK > 1:
+        origin = -(start % CHUNK)  # chunks are those of element_products_kernel
+    for first in range(origin, length, CHUNK):
         inside_C = first + place_C < length
+        if DECAYS > 1 and CHUNK > 1:
+            inside_C &= first + place_C >= 0
         real_C = inside_C & (row + tl.zeros([CHUNK], tl.int64) >= 0)
         token_C = start.to(tl.int64) + first + place_C
         qk_head = (head // GROUP) * K
@@ -140,45 +150,75 @@ def delta_rule_kernel(
         k_Ck = _loaded(k_ptrs_Ck, in_Ck, 1.0, EPS, NORMALISES)
         v_ptrs_Cv = v_ptr + token_C[:, None] * v_stride + head * V + v_v[None, :]
         v_Cv = tl.load(v_ptrs_Cv, mask=in_Cv, other=0.0).to(tl.float32)
-        g_C = tl.load(g_ptr + token_C * g_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        if DECAYS == 1:
+            g_Ce = tl.load(g_ptr + token_C * g_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        else:
+            g_ptrs_Ck = g_ptr + token_C[:, None] * g_stride + head * K + k_k[None, :]
+            g_Ce = tl.load(g_ptrs_Ck, mask=in_Ck, other=0.0).to(tl.float32)
         beta_C = tl.load(beta_ptr + token_C * beta_stride + head, mask=real_C, other=0.0).to(tl.float32)
         if CHUNK == 1:
             q_k, k_k1, v_1v = tl.sum(q_Ck, 0), tl.sum(k_Ck, 0)[:, None], v_Cv
-            state_kv *= tl.exp(tl.sum(g_C, 0))
+            if DECAYS == 1:
+                state_kv *= tl.exp(tl.sum(g_Ce, 0))
+            else:
+                state_kv *= tl.exp(tl.sum(g_Ce, 0))[:, None]
             known_v = tl.sum(state_kv * k_k1, 0)
             written_1v = (v_1v - known_v[None, :]) * beta_C[:, None]
             state_kv += k_k1 * written_1v
             if SLOTS > 0:
                 if first >= num_certain:
                     position = num_before + first
-                    changed = k_Ck, written_1v, g_C
-                    store_update(drafts_ptr, row * H + head, position, *changed, k_k, v_v, in_k, in_v, K, V, SLOTS)
+                    store_update(
+                        *(drafts_ptr, row * H + head, position, k_Ck, written_1v, g_Ce),
+                        *(k_k, v_v, in_k, in_v, K, V, SLOTS, DECAYS),
+                    )
                 elif (row >= 0) & (first == num_certain - 1):
                     tl.store(state_ptrs_kv, state_kv, mask=in_kv)
             out_Cv = tl.sum(state_kv * q_k[:, None], 0)[None, :]
         else:
-            total_C = tl.cumsum(g_C, 0)
-            total = tl.sum(g_C, 0)
-            grown_C1 = tl.exp(total_C)[:, None]
-            decay_CC = tl.exp(tl.where(lower_CC | diagonal_CC, total_C[:, None] - total_C[None, :], 0.0))
-            keys_kC = tl.trans(k_Ck)
-            products_CC = tl.dot(k_Ck * beta_C[:, None], keys_kC, input_precision=PRECISION)
+            total_Ce = tl.cumsum(g_Ce, 0)
+            total_e = tl.sum(g_Ce, 0)
+            if DECAYS == 1:
+                grown_C1 = tl.exp(total_Ce)[:, None]
+                decay_CC = tl.exp(tl.where(lower_CC | diagonal_CC, total_Ce[:, None] - total_Ce[None, :], 0.0))
+                keys_kC = tl.trans(k_Ck)
+                products_CC = tl.dot(k_Ck * beta_C[:, None], keys_kC, input_precision=PRECISION) * decay_CC
+            else:
+                grown_Ck = tl.exp(total_Ce)
+                known_Cv = tl.dot(k_Ck * grown_Ck, state_kv, input_precision=PRECISION)
+                out_Cv = tl.dot(q_Ck * grown_Ck, state_kv, input_precision=PRECISION)
+                chunk_head = ((start + first) // CHUNK).to(tl.int64) * H + head
+                place_CC = (chunk_head * CHUNK + place_C[:, None]) * CHUNK + place_C[None, :]
+                of_request_CC = real_C[:, None] & real_C[None, :]
+                products_CC = beta_C[:, None] * tl.load(keys_ptr + place_CC, mask=of_request_CC, other=0.0)
+                scores_CC = tl.load(scores_ptr + place_CC, mask=of_request_CC, other=0.0)
             # (1 + n)^-1 = (1 - n) (1 + n^2) (1 + n^4) (1 + n^8) for a strictly lower triangle n of 16 rows.
-            n_CC = tl.where(lower_CC, products_CC * decay_CC, 0.0)
+            n_CC = tl.where(lower_CC, products_CC, 0.0)
             one_CC = diagonal_CC.to(tl.float32)
             inverse_CC = one_CC - n_CC
             for _ in tl.static_range(3):
                 n_CC = tl.dot(n_CC, n_CC, input_precision="ieee")
                 inverse_CC = tl.dot(inverse_CC, one_CC + n_CC, input_precision="ieee")
-            known_Cv = grown_C1 * tl.dot(k_Ck, state_kv, input_precision=PRECISION)
+            if DECAYS == 1:
+                known_Cv = grown_C1 * tl.dot(k_Ck, state_kv, input_precision=PRECISION)
             written_Cv = tl.dot(inverse_CC, beta_C[:, None] * (v_Cv - known_Cv), input_precision=PRECISION)
-            scores_CC = tl.where(
-                lower_CC | diagonal_CC, tl.dot(q_Ck, keys_kC, input_precision=PRECISION) * decay_CC, 0.0
-            )
-            out_Cv = tl.dot(q_Ck * grown_C1, state_kv, input_precision=PRECISION)
+            if DECAYS == 1:
+                scores_CC = tl.where(
+                    lower_CC | diagonal_CC, tl.dot(q_Ck, keys_kC, input_precision=PRECISION) * decay_CC, 0.0
+                )
+                out_Cv = tl.dot(q_Ck * grown_C1, state_kv, input_precision=PRECISION)
             out_Cv += tl.dot(scores_CC, written_Cv, input_precision=PRECISION)
-            left_1C = tl.exp(total - total_C)[None, :]
-            state_kv = state_kv * tl.exp(total) + tl.dot(keys_kC * left_1C, written_Cv, input_precision=PRECISION)
+            if DECAYS == 1:
+                left_kC = tl.exp(total_e - total_Ce)[None, :]
+                state_kv *= tl.exp(total_e)
+                left_kC = keys_kC * left_kC
+            else:
+                # Sums of later g are exact, where total_e - total_Ce is not.
+                is_followed_C = real_C & (first + place_C + 1 < length) & (place_C < CHUNK - 1)
+                later_Ck = tl.load(g_ptrs_Ck + g_stride, mask=is_followed_C[:, None] & in_k[None, :], other=0.0)
+                left_kC = tl.trans(k_Ck * tl.exp(tl.cumsum(later_Ck.to(tl.float32), 0, reverse=True)))
+                state_kv *= tl.exp(total_e)[:, None]
+            state_kv += tl.dot(left_kC, written_Cv, input_precision=PRECISION)
         out_ptrs_Cv = out_ptr + (token_C[:, None] * H + head) * V + v_v[None, :]
         tl.store(out_ptrs_Cv, out_Cv.to(out_ptr.dtype.element_ty), mask=inside_C[:, None] & in_v[None, :])
     end_request(
@@ -209,6 +249,10 @@ def apply_rule_triton(
     each_alone = num_tokens == num_rows  # decodes have one token per row
     chunks = (1,) if each_alone else (CHUNK,) if drafted is None else (CHUNK, 1)
     rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
+    by_element = g_TH.dim() == 3
+    products: tuple[torch.Tensor | None, ...] = (None, None)
+    if by_element and CHUNK in chunks:
+        products = element_products(q_TGk, k_TGk, g_TH, normalises, EPS)
     for chunk in chunks:
         delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows // rows_of_each)](
             q_TGk,
@@ -216,6 +260,7 @@ def apply_rule_triton(
             v_THv,
             g_TH,
             beta_TH,
+            *(products if chunk > 1 else (None, None)),
             state_SHkv,
             *((None, None) if drafted is None else drafted),
             out_THv,
@@ -235,6 +280,7 @@ def apply_rule_triton(
             EPS=EPS,
             NORMALISES=normalises,
             SLOTS=0 if drafted is None else drafted.drafts_SHNw.shape[2],
+            DECAYS=key_dim if by_element else 1,
             IN_TWO=len(chunks) > 1,
             CHUNK=chunk,
             TILE_K=max(16, next_power_of_2(key_dim)),

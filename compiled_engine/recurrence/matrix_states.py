@@ -1,12 +1,12 @@
 """Recurrences with a matrix as state, over packed sequences, with PyTorch's ops: what a step does with their states.
 
 A head's state S [k, v] maps keys to values. Each token multiplies S by exp(g), writes a value under its key,
-S += key^T value, and reads S. The rules differ in the value that they write and in what they add to the result:
-delta_rule.py, state_space.py.
+S += key^T value, and reads S. g is a number, or one number for each row of S, which belongs to an element of the keys.
+The rules differ in the value that they write and in what they add to the result: delta_rule.py, state_space.py.
 
 Shapes: T tokens and R requests of the step, S rows of the state, H heads, k and v sizes of a key and of a value, C
-tokens of a chunk, N slots for updates of drafts, w = k + v + 1 elements of an update: the key, the value that is
-written under it, and g.
+tokens of a chunk, e numbers in g (1 or k), N slots for updates of drafts, w = k + v + e elements of an update: the key,
+the value that is written under it, and g.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenValues(NamedTuple):
     q_THk: torch.Tensor
     k_THk: torch.Tensor
     v_THv: torch.Tensor
-    g_TH: torch.Tensor
+    g_THe: torch.Tensor
     other: torch.Tensor  # [T, H, ...]
 
 
@@ -124,7 +124,7 @@ def _compute_drafts(
         y_RHv, states_RHkv[has_draft_R], written_RHv = rule.one_token(states_RHkv[has_draft_R], _at(values, tokens))
         out_THv[tokens] = y_RHv.to(out_THv.dtype)
         slots = (lengths_R[has_draft_R] + draft) % drafts_SHNw.shape[2]
-        updates = values.k_THk[tokens], written_RHv, values.g_TH[tokens, :, None]
+        updates = values.k_THk[tokens], written_RHv, values.g_THe[tokens]
         drafts_SHNw[rows, :, slots] = torch.cat(updates, -1)
 
 
@@ -140,11 +140,11 @@ def _apply_drafts(
     lengths_R = torch.where(continues_R, drafted.lengths_SHv[rows_R, 0, 0], 0)
     num_right_R = torch.where(continues_R, sequences.num_before - lengths_R, 0)
     assert not num_right_R[num_certain_R > 1].any()  # the kernels do not apply any to them
+    key_size, value_size = states_RHkv.shape[2:]
     for draft in range(int(num_right_R.max())):
         right_R = num_right_R > draft
         slots = (lengths_R[right_R] + draft) % drafted.drafts_SHNw.shape[2]
         update_RHw = drafted.drafts_SHNw[rows_R[right_R], :, slots]
-        key_size = states_RHkv.shape[2]
-        k_RHk, written_RHv, g_RH1 = update_RHw.split([key_size, update_RHw.shape[2] - key_size - 1, 1], -1)
-        decayed_RHkv = states_RHkv[right_R] * g_RH1.unsqueeze(-1).exp()
+        k_RHk, written_RHv, g_RHe = update_RHw.tensor_split((key_size, key_size + value_size), -1)
+        decayed_RHkv = states_RHkv[right_R] * g_RHe.unsqueeze(-1).exp()
         states_RHkv[right_R] = written(decayed_RHkv, k_RHk, written_RHv)

@@ -25,17 +25,21 @@ def apply_drafts(
     K: tl.constexpr,
     V: tl.constexpr,
     SLOTS: tl.constexpr,
+    DECAYS: tl.constexpr = 1,
 ) -> tl.tensor:
     """Return the state after the previous step's right drafts, whose updates are applied.
 
     num_before: the request's tokens before this step. continues_v: columns whose state has tokens; only these columns
-    have a length.
+    have a length. DECAYS: numbers in g, 1 or K.
     """
     num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
-    update_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1)
+    update_ptr = drafts_ptr + head_row * SLOTS * (K + V + DECAYS)
     for position in range(num_applied, num_before):
-        slot_ptr = update_ptr + (position % SLOTS) * (K + V + 1)
-        state_kv *= tl.exp(tl.load(slot_ptr + K + V))
+        slot_ptr = update_ptr + (position % SLOTS) * (K + V + DECAYS)
+        if DECAYS == 1:
+            state_kv *= tl.exp(tl.load(slot_ptr + K + V))
+        else:
+            state_kv *= tl.exp(tl.load(slot_ptr + K + V + k_k, mask=in_k, other=0.0))[:, None]
         k_k1 = tl.load(slot_ptr + k_k, mask=in_k, other=0.0)[:, None]
         state_kv += k_k1 * tl.load(slot_ptr + K + v_v, mask=in_v, other=0.0)[None, :]
     return state_kv
@@ -48,7 +52,7 @@ def store_update(
     position: tl.tensor,
     key_1k: tl.tensor,
     written_1v: tl.tensor,
-    g_1: tl.tensor,
+    g_1e: tl.tensor,
     k_k: tl.tensor,
     v_v: tl.tensor,
     in_k: tl.tensor,
@@ -56,13 +60,20 @@ def store_update(
     K: tl.constexpr,
     V: tl.constexpr,
     SLOTS: tl.constexpr,
+    DECAYS: tl.constexpr = 1,
 ) -> None:
-    """Store the update of the draft at `position`: its key, the value written under the key, and g."""
-    slot_ptr = drafts_ptr + head_row * SLOTS * (K + V + 1) + (position % SLOTS) * (K + V + 1)
+    """Store the update of the draft at `position`: its key, the value written under the key, and g.
+
+    g_1e: [1], or [1, k] if DECAYS is K.
+    """
+    slot_ptr = drafts_ptr + head_row * SLOTS * (K + V + DECAYS) + (position % SLOTS) * (K + V + DECAYS)
     tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
     if tl.program_id(0) == 0:
         tl.store(slot_ptr + k_k, tl.sum(key_1k, 0), mask=in_k)
-        tl.store(slot_ptr + K + V, tl.sum(g_1, 0))
+        if DECAYS == 1:
+            tl.store(slot_ptr + K + V, tl.sum(g_1e, 0))
+        else:
+            tl.store(slot_ptr + K + V + k_k, tl.sum(g_1e, 0), mask=in_k)
 
 
 @triton.jit

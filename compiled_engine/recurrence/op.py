@@ -66,9 +66,10 @@ def apply_rule(
 ) -> None:
     """Apply the gated delta rule, see delta_rule.py, and write the results to `out_THv`; padding tokens get zeros.
 
-    H / G consecutive value heads share each query and key head. Queries are divided by the square root of
-    their head size. normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S
-    rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see matrix_states.py, also for the
+    H / G consecutive value heads share each query and key head. g_TH: [T, H], or [T, H, k] with a decay for each
+    element of a key (Kimi delta attention), none of which may then be positive. Queries are divided by the square root
+    of their head size. normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each
+    of S rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see matrix_states.py, also for the
     letters), updated in place; None in an engine without drafts. sequences: the fields of Sequences.
     """
     drafted = _drafted(drafts_SHNw, lengths_SHv)

@@ -39,7 +39,7 @@ def scan_reference(
     x_THv, num_heads = x_THv.float(), x_THv.shape[1]
     B_THk, C_THk = (x.float().repeat_interleave(num_heads // x.shape[1], 1) for x in (B_TGk, C_TGk))
     skipped_THv = x_THv * D_H.float().unsqueeze(-1)
-    values = TokenValues(C_THk, B_THk, x_THv * dt_TH.unsqueeze(-1), dt_TH * A_H.float(), skipped_THv)
+    values = TokenValues(C_THk, B_THk, x_THv * dt_TH.unsqueeze(-1), (dt_TH * A_H.float()).unsqueeze(-1), skipped_THv)
     apply_to_step(_StateSpace(), values, state_SHkv, drafted, out_THv, sequences)
 
 
@@ -49,13 +49,13 @@ class _StateSpace:
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_RHk, k_RHk, v_RHv, g_RH, skipped_RHv = values_R
-        state_RHkv = written(state_RHkv * g_RH.exp()[..., None, None], k_RHk, v_RHv)
+        q_RHk, k_RHk, v_RHv, g_RH1, skipped_RHv = values_R
+        state_RHkv = written(state_RHkv * g_RH1.exp().unsqueeze(-1), k_RHk, v_RHv)
         return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk) + skipped_RHv, state_RHkv, v_RHv
 
     def chunk(self, state_Hkv: torch.Tensor, values_C: TokenValues) -> tuple[torch.Tensor, torch.Tensor]:
-        q_HCk, k_HCk, v_HCv, g_HC, skipped_HCv = (x.transpose(0, 1) for x in values_C)
-        g_HC = g_HC.cumsum(-1)
+        q_HCk, k_HCk, v_HCv, g_HC1, skipped_HCv = (x.transpose(0, 1) for x in values_C)
+        g_HC = g_HC1.squeeze(-1).cumsum(-1)
         decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()
         grown_HC1, left_HC1 = g_HC.exp().unsqueeze(-1), (g_HC[:, -1:] - g_HC).exp().unsqueeze(-1)
         y_HCv = grown_HC1 * (q_HCk @ state_Hkv) + (q_HCk @ k_HCk.mT * decay_HCC) @ v_HCv + skipped_HCv

@@ -32,7 +32,8 @@ MATRIX_DRAFTS, MATRIX_LENGTHS = "matrix_drafts", "matrix_lengths"
 def with_drafts(states: Iterable[RowState], num_drafts: int) -> tuple[RowState, ...]:
     """Return the state tensors of an engine in which a step has up to `num_drafts` drafts for a request.
 
-    Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a matrix state.
+    Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a matrix state,
+    which decays by one number or by k.
     """
     return tuple(kept for state in states for kept in _with_drafts(state, num_drafts))
 
@@ -48,7 +49,7 @@ def _with_drafts(state: RowState, num_drafts: int) -> Iterator[RowState]:
         num_heads, key, value = state.shape
         # The step before has num_drafts positions before the newest token, and this step as many after it. All of them
         # must have different slots.
-        shape = num_heads, 2 * num_drafts + 1, key + value + 1
+        shape = num_heads, 2 * num_drafts + 1, key + value + state.num_decays
         yield RowState(f"{owner}.{MATRIX_DRAFTS}", shape, "float32", in_snapshots=False)
         yield RowState(f"{owner}.{MATRIX_LENGTHS}", (num_heads, value), "int32")
 

@@ -12,7 +12,6 @@ from compiled_engine.models.foreign.recurrence import recurrent_modules
 
 # Patterns of module class names, and the mechanism that each stands for.
 _MODULES = (
-    ("DeltaAttention", "Kimi delta attention"),
     ("(^|[^2])MambaMixer$", "the scan of Mamba 1, which has a state for each channel"),
     ("^Zamba2HybridLayer$", "blocks of attention that several layers share"),
     ("LightningAttention", "lightning attention"),

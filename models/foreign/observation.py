@@ -255,9 +255,11 @@ class _Recurrences:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        if g.shape != value.shape[:-1]:
-            raise UnsupportedModelError("its delta rule decays the parts of a key differently")
-        self._add(MATRIX_STATE, (value.shape[2], key.shape[3], value.shape[3]), torch.float32, others)
+        num_decays = 1 if g.dim() == 3 else key.shape[3]
+        if g.shape != (value.shape[:3] if g.dim() == 3 else (*value.shape[:3], num_decays)):
+            raise UnsupportedModelError("its delta rule has decays neither by head nor by element of a key")
+        shape = value.shape[2], key.shape[3], value.shape[3]
+        self._add(MATRIX_STATE, shape, torch.float32, others, num_decays)
         return torch.empty_like(value), None
 
     def scan(
@@ -279,7 +281,9 @@ class _Recurrences:
         self._add(MATRIX_STATE, (hidden_states.shape[2], B.shape[3], hidden_states.shape[3]), torch.float32, others)
         return torch.empty_like(hidden_states)
 
-    def _add(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any]) -> None:
+    def _add(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any], num_decays: int = 1
+    ) -> None:
         strange = [name for name, given in others.items() if given and name not in _WITHOUT_EFFECT]
         if strange:
             raise UnsupportedModelError(f"its recurrences take {', '.join(strange)}")
@@ -287,7 +291,7 @@ class _Recurrences:
         if not isinstance(layer, int) or name in self.states:
             raise UnsupportedModelError("its recurrences run several times, or outside of layers")
         self.layers.add(layer)
-        self.states[name] = RowState(name, shape, str(dtype).removeprefix("torch."))
+        self.states[name] = RowState(name, shape, str(dtype).removeprefix("torch."), num_decays=num_decays)
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:

@@ -1,9 +1,9 @@
 """Replaces the recurrence functions that transformers' modules call by the engine's.
 
 transformers' model files call each recurrence through a function: `causal_conv1d_fn` for short convolutions,
-`torch_chunk_gated_delta_rule` for gated delta nets, `mamba2_chunk_scan` for Mamba 2. A module that calls one of them
-gets a subclass of its class. The subclass's forward is the same code, in which these names refer to the engine's
-functions.
+`torch_chunk_gated_delta_rule` for gated delta nets, `chunk_kimi_delta_attention` for Kimi delta attention,
+`mamba2_chunk_scan` for Mamba 2. A module that calls one of them gets a subclass of its class. The subclass's forward is
+the same code, in which these names refer to the engine's functions.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Functions(Protocol):
     ) -> tuple[torch.Tensor, None]:
         """Apply the gated delta rule to T tokens.
 
-        q, k [1, T, G, k], for G heads of k elements. v and result [1, T, H, v], for H heads of v elements. g and beta
-        [1, T, H].
+        q, k [1, T, G, k], for G heads of k elements. v and result [1, T, H, v], for H heads of v elements. beta
+        [1, T, H], and g too, or [1, T, H, k] with a decay for each element of a key.
         """
         ...
 
@@ -87,6 +87,7 @@ class Functions(Protocol):
 _NAMES = {
     "causal_conv1d_fn": "convolve",
     "torch_chunk_gated_delta_rule": "apply_rule",
+    "chunk_kimi_delta_attention": "apply_rule",
     "mamba2_chunk_scan": "scan",
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.matching import arg, aten, fake_mode_of, is_call
 from compiled_engine.passes.layout.layout_form import Form
 
@@ -146,15 +145,18 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _without_ones(self, form: Form) -> Form:
-        """Return a parameter's form without leading dimensions of size one, which broadcasting adds by itself."""
-        if not form.is_core or not is_parameter(form.core):
-            return form
+        """Return a form whose core has no leading dimensions of size one, which broadcasting adds by itself.
+
+        Forms of values with a symbolic size stay as they are, so these are parameters and what is computed of them.
+        """
         sizes = list(form.core.meta["val"].shape)
+        if not all(isinstance(size, int) for size in sizes):
+            return form
         ones = next((i for i, size in enumerate(sizes[:-1]) if size != 1), max(0, len(sizes) - 1))
         if not ones:
             return form
         core = self.view(aten.view.default, form.core, sizes[ones:])
-        return Form(core, (*[None] * ones, *range(len(sizes) - ones)))
+        return Form(core, tuple(None if dim is None or dim < ones else dim - ones for dim in form.dims))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
         """Return the core as a view whose dimensions are in the given order.

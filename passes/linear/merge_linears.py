@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -81,8 +82,6 @@ def _obstacle(group: list[Linear]) -> str | None:
         return "only some have a bias"
     if any(len(linear.operand.users) > 1 for linear in group):
         return "a transposed weight is used elsewhere too"
-    if len({source_of(linear.weight).name.count(".") for linear in group}) > 1:
-        return "their names differ in depth"
     return None
 
 
@@ -204,7 +203,15 @@ def _the_same(placeholder: fx.Node) -> fx.Node:
 def _packed_name(names: tuple[str, ...]) -> str:
     """Return the names of parameters as one, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
     split = [name.split(".") for name in names]
+    if len({len(parts) for parts in split}) > 1:  # {q_proj,forget_gate.f_a_proj}
+        before, after = _num_equal(split), _num_equal([parts[::-1] for parts in split])
+        split = [[*x[:before], ".".join(x[before : len(x) - after]), *x[len(x) - after :]] for x in split]
     steps = [
         column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)
     ]
     return ".".join(steps)
+
+
+def _num_equal(rows: list[list[str]]) -> int:
+    """Return how many items all rows have in common at their beginning."""
+    return next(i for i, column in enumerate(zip_longest(*rows)) if len(set(column)) > 1)

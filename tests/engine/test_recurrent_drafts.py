@@ -60,7 +60,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 FAMILIES = (
     *("qwen3_5_text", "lfm2", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "lfm2_moe"),
-    *("falcon_h1", "nemotron_h"),
+    *("falcon_h1", "nemotron_h", "kimi_linear"),
 )
 DRAWN = pytest.mark.product(one_in=1000)
 # Their states are those of the first two; each family's own code is compared without drafts. On a GPU one is drawn.

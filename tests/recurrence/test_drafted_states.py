@@ -35,8 +35,11 @@ class Request:
 class Matrices:
     """Matrix states, with room for drafts or without."""
 
+    num_decays = 1
+
     def __init__(self, num_drafts: int) -> None:
-        states = with_drafts([RowState("layer.matrix_state", (HEADS, KEY, VALUE), "float32")], num_drafts)
+        state = RowState("layer.matrix_state", (HEADS, KEY, VALUE), "float32", num_decays=self.num_decays)
+        states = with_drafts([state], num_drafts)
         self.state_SHkv, *rest = [
             torch.full((NUM_ROWS, *state.shape), 77, dtype=getattr(torch, state.dtype)) for state in states
         ]
@@ -63,6 +66,17 @@ class Rule(Matrices):
         out_THv = torch.full_like(inputs[2], torch.nan)
         apply_rule(*inputs, True, self.state_SHkv, *(self.drafted or (None, None)), out_THv, *sequences)
         return out_THv
+
+
+class ElementRule(Rule):
+    """The states of a delta rule in which each element of a key decays by a number of its own."""
+
+    num_decays = KEY
+
+    @staticmethod
+    def inputs(generator: torch.Generator) -> Inputs:
+        q, k, v, _, beta = Rule.inputs(generator)
+        return [q, k, v, -torch.randn(LENGTH, HEADS, KEY, generator=generator).exp(), beta]
 
 
 class Space(Matrices):
@@ -133,7 +147,7 @@ def step(states: Any, shares: Sequence[tuple[Request, int, int, int, int]], draw
         assert len(out) == count + drafts + missing
 
 
-@pytest.mark.parametrize("make", [Rule, Space, Convolution])
+@pytest.mark.parametrize("make", [Rule, ElementRule, Space, Convolution])
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_drafts_leave_no_trace(make: Callable[[int], Any], seed: int) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -186,4 +200,6 @@ def test_room_for_drafts_comes_and_goes() -> None:
         ("a.matrix_lengths", (4, 12), "int32"),
     ]
     assert [each.name for each in kept if not each.in_snapshots] == ["a.matrix_drafts"]
+    by_element = RowState("a.matrix_state", (4, 8, 12), "float32", num_decays=8)
+    assert [each.shape for each in with_drafts([by_element], 3)] == [(4, 8, 12), (4, 7, 28), (4, 12)]
     assert without_drafts(kept, 3) == states == without_drafts(states, 0) == list(with_drafts(states, 0))

@@ -9,6 +9,7 @@ import pytest
 from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.recurrence import convolution_triton
+from compiled_engine.recurrence.decays_by_element_triton import element_products_kernel
 from compiled_engine.recurrence.delta_rule_triton import delta_rule_kernel
 from compiled_engine.recurrence.state_space_triton import state_space_kernel
 
@@ -40,11 +41,37 @@ def test_kernels_of_convolutions_compile_for_hopper(name: str, gated: bool, draf
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) -> None:
     constants = RULE | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
+    constants |= {"DECAYS": 1, "keys_ptr": None, "scores_ptr": None}
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")
     program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
     assert stack_bytes(program) == 0
+
+
+# Of Kimi-Linear-48B.
+ELEMENTS = RULE | {"H": 32, "GROUP": 1}
+
+
+@pytest.mark.parametrize(("chunk", "drafts", "stack"), [(1, 3, 0), (16, 0, 64)])
+def test_the_kernel_of_decays_by_element_compiles_for_hopper(chunk: int, drafts: int, stack: int) -> None:
+    constants = ELEMENTS | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
+    constants |= {"DECAYS": 128} | ({"keys_ptr": None, "scores_ptr": None} if chunk == 1 else {})
+    constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
+    pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
+    types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr", "g_ptr", "keys_ptr", "scores_ptr"), "*fp32")
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
+    assert stack_bytes(program) <= stack
+
+
+def test_the_kernel_of_products_by_element_compiles_for_hopper() -> None:
+    constants = ELEMENTS | {"CHUNK": 16, "SLICES": 4, "SUMS": "tf32x3"}
+    constants = {name: value for name, value in constants.items() if name in element_products_kernel.arg_names}
+    pointers = [each for each in element_products_kernel.arg_names if each.endswith("_ptr")]
+    types = dict.fromkeys(("g_ptr", "keys_ptr", "scores_ptr"), "*fp32")
+    program = compiled_for_hopper(element_products_kernel, constants, types, aligned=pointers, num_warps=4)
+    assert stack_bytes(program) == 0
+    assert "mma.sync" in program.asm["ptx"]
 
 
 # Of Nemotron-H-8B, and with states as large as those of Falcon-H1.

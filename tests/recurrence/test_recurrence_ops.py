@@ -10,6 +10,7 @@ from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 from recurrence_cases import NAN, check_all, convolution
 from recurrence_cases import STEPS as STEPS_OF_CASES
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -120,6 +121,30 @@ def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
         torch.testing.assert_close(unpacked(outputs)[number], expected[0], rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(state_SHkv[ROWS[number]], state[0], rtol=2e-5, atol=2e-5)
     assert state_SHkv[1].isnan().all()
+
+
+def test_decays_by_element_in_steps_are_those_of_whole_sequences() -> None:
+    """Some elements hardly decay, others vanish within a token, so exp of a difference of sums would overflow."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    whole = [
+        [normal(n, 2, 16), normal(n, 2, 16), normal(n, 2, 24), -normal(n, 2, 16).mul(4).exp(), normal(n, 2).sigmoid()]
+        for n in LENGTHS
+    ]
+    state_SHkv = torch.full((4, 2, 16, 24), NAN)
+    outputs = []
+    for operands, sequences in in_steps(whole):
+        outputs.append(torch.full_like(operands[2], NAN))
+        apply_rule(*operands, True, state_SHkv, None, None, outputs[-1], *sequences)
+    for number, operands in enumerate(whole):
+        expected, state = modeling_kimi_linear.recurrent_kimi_delta_attention(
+            *(x[None] for x in operands), None, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        torch.testing.assert_close(unpacked(outputs)[number], expected[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(state_SHkv[ROWS[number]], state[0], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("groups", "limits"), [(1, (0.0, math.inf)), (2, (0.02, 1.5))])

@@ -21,11 +21,12 @@ from compiled_engine.sampling.params import SamplingParams
 FAMILIES = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
+    *("kimi_linear", "bailing_hybrid"),
 )
 
 
 # One of each kind; of the others one runs without --all.
-ALWAYS = ("lfm2", "qwen3_5_text", "falcon_h1")
+ALWAYS = ("lfm2", "qwen3_5_text", "falcon_h1", "kimi_linear")
 DRAWN = pytest.mark.product(one_in=1000)
 
 
@@ -44,7 +45,7 @@ def delta_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, write_checkpoint(folder, family("qwen3_5_text"))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", pytest.param("nemotron_h", marks=DRAWN)])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", pytest.param("nemotron_h", marks=DRAWN)])
 def matrices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_checkpoint(folder, family(request.param))
@@ -68,20 +69,21 @@ def test_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> Non
                 "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers"
             ),
         ),
+        pytest.param("kimi_linear", marks=DRAWN),
     ],
 )
 def test_logprobs_of_a_compiled_model_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Inductor compiles the gated norms of both. Of each kind of layer there is one: others are further pieces."""
     whole = family(name)
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    oracle = write_checkpoint(tmp_path, replace(whole, changes={**whole.changes, **layers}))
+    layers = {name: kinds[:2] for name, kinds in whole.changes.items() if name.endswith("layer_types")}
+    oracle = write_checkpoint(tmp_path, replace(whole, changes={**whole.changes, **layers, "num_hidden_layers": 2}))
     difference = difference_of(tmp_path, oracle, {"mode": "compiled", "compile_ranges": (), "device": "cpu"})
     assert difference.is_right(torch.float32), difference
 
 
 # The ops of each model, and how many operations on parameters alone are folded at least: decays of Mamba 2 are -exp(A).
 OPS = {"lfm2_moe": ({"conv_state"}, 0), "qwen3_5_text": ({"conv_state", "delta_rule"}, 0)}
-OPS |= {"nemotron_h": ({"conv_state", "state_space"}, 4)}
+OPS |= {"nemotron_h": ({"conv_state", "state_space"}, 4), "kimi_linear": ({"conv_state", "delta_rule"}, 0)}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -117,6 +117,13 @@ _LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_ro
 _LATENT |= {"num_key_value_heads": 4}
 _GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 _GROUPS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5} | _NARROW
+# Kimi delta attention beside latent attention, and experts in groups.
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    **{"linear_head_dim": 16, "linear_num_heads": 4, "num_experts": 8, "num_experts_per_tok": 3},
+    **{"n_group": 4, "topk_group": 2, "n_shared_experts": 1, **_LATENT, **_NARROW},
+}
 # Encoders that can be told to attend to earlier tokens alone.
 _DECODING_ENCODERS = ("bert", "bert-generation", "electra", "ernie", "roc_bert")
 # Without a scale of their own the scores of these are so large that roundings decide.
@@ -247,6 +254,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("falcon_h1", _SPACE | _FALCON, scale=1.5),
     Family("nemotron_h", _NEMOTRON, scale=1.5),
     Family("lara_mini", {"sliding_window": WINDOW}, scale=1.5),
+    Family("kimi_linear", _KIMI | {"q_lora_rank": None}, ("head_dim",), scale=1.5),
+    Family("bailing_hybrid", _KIMI | {"head_dim": 16}, scale=1.5),
     Family("modernbert-decoder", dict.fromkeys(_TOKENS, 0), _NO_HEADS),
     *(Family(name, {"is_decoder": True}, _NO_HEADS) for name in _DECODING_ENCODERS),
     *(Family(name) for name in _PLAIN),

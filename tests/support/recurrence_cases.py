@@ -102,11 +102,12 @@ def convolution(
 
 
 def matrix_states(
-    requests: dict[int, Of], sizes: tuple[int, int, int], drafts: int, generator: torch.Generator
+    requests: dict[int, Of], sizes: tuple[int, int, int], drafts: int, generator: torch.Generator, decays: int = 1
 ) -> tuple[torch.Tensor, Drafted | None]:
     """Return random states of requests with earlier tokens, and of right drafts; all else is poisoned.
 
-    sizes: heads, elements of a key and of a value. drafts: the most drafts of a request; 0: no room for any.
+    sizes: heads, elements of a key and of a value. drafts: the most drafts of a request; 0: no room for any. decays:
+    numbers by which a token decays a state.
     """
     heads, key, value = sizes
     state_SHkv = torch.full((NUM_ROWS, heads, key, value), NAN)
@@ -114,15 +115,15 @@ def matrix_states(
     if not drafts:
         return state_SHkv, None
     drafted = Drafted(
-        torch.full((NUM_ROWS, heads, 2 * drafts + 1, key + value + 1), NAN),
+        torch.full((NUM_ROWS, heads, 2 * drafts + 1, key + value + decays), NAN),
         torch.full((NUM_ROWS, heads, value), 1 << 30, dtype=torch.int32),
     )
     for row, request in requests.items():
         assert request.before is not None
         drafted.lengths_SHv[row] = length = request.before - request.right
         slots = torch.arange(length, request.before) % (2 * drafts + 1)
-        updates = torch.randn(heads, request.right, key + value + 1, generator=generator)
-        updates[..., -1] = -updates[..., -1].abs()
+        updates = torch.randn(heads, request.right, key + value + decays, generator=generator)
+        updates[..., -decays:] = -updates[..., -decays:].abs()
         drafted.drafts_SHNw[row, :, slots] = updates
     return state_SHkv, drafted
 
@@ -133,11 +134,13 @@ def rule(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int] = (24, 40),
     drafts: int = 0,
+    by_element: bool = False,
 ) -> tuple[list[Any], Sequences]:
     """Return the arguments of `apply_rule` before the sequences, and the sequences.
 
     Queries, keys and values are columns of one tensor. Keys of neighbouring tokens are alike, as in repeated text.
-    sizes: of a key and of a value. drafts: the most drafts of a request.
+    sizes: of a key and of a value. drafts: the most drafts of a request. by_element: each element of a key decays by a
+    number of its own, some hardly, some to nothing at once.
     """
     generator = torch.Generator().manual_seed(seed)
     (sequences, requests), (key, value), groups = sequences_of(step, generator), sizes, 1 + seed % 2
@@ -146,9 +149,12 @@ def rule(
     mixed_TD[:, groups * key : 2 * groups * key] *= 0.2
     mixed_TD[:, groups * key : 2 * groups * key] += 1.0
     q_TD, k_TD, v_TD = mixed_TD.to(dtype).split([groups * key, groups * key, heads * value], -1)
-    g_TH = -torch.rand(num_tokens, heads, generator=generator)
+    g_TH = -torch.rand(num_tokens, heads, *([key] if by_element else []), generator=generator)
+    if by_element:
+        g_TH = -torch.exp(-16 * g_TH - 10)
     beta_TH = torch.rand(num_tokens, heads, generator=generator).to(dtype)
-    state_SHkv, drafted = matrix_states(requests, (heads, key, value), drafts, generator)
+    decays = key if by_element else 1
+    state_SHkv, drafted = matrix_states(requests, (heads, key, value), drafts, generator, decays)
     out_THv = torch.full((num_tokens, heads, value), NAN, dtype=dtype)
     operands = q_TD.unflatten(1, (groups, key)), k_TD.unflatten(1, (groups, key)), v_TD.unflatten(1, (heads, value))
     return [*operands, g_TH, beta_TH, True, state_SHkv, drafted, out_THv], sequences
@@ -217,7 +223,9 @@ def check_all(device: torch.device, repeats: int) -> None:
     for drafts, steps in ((0, STEPS), (MOST_DRAFTS, DRAFTED_STEPS)):
         for seed, step in enumerate(steps * repeats):
             check(convolve_triton, convolve_reference, *convolution(step, seed, drafts=drafts), device, 2e-5)
-            check(apply_rule_triton, apply_rule_reference, *rule(step, seed, drafts=drafts), device, 1e-4)
+            for by_element in (False, True):
+                case = rule(step, seed, drafts=drafts, by_element=by_element)
+                check(apply_rule_triton, apply_rule_reference, *case, device, 1e-4)
             check(scan_triton, scan_reference, *space(step, seed, drafts=drafts), device, 1e-4)
 
 
