@@ -27,6 +27,7 @@ from compiled_engine.bench.variants import (
     check_options,
     chosen,
     drafting_variants,
+    image_variants,
     parallel_variants,
     quantised_variants,
     variants,
@@ -34,7 +35,7 @@ from compiled_engine.bench.variants import (
 )
 from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.bench.workloads import summary
-from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.config import EngineConfig, GraphMode, ImagesConfig
 from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.other_engines.translate import make_options
@@ -44,6 +45,8 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 
 MAX_MODEL_LEN = 4096
+# Pixels on a side of the image in a prompt. Processors make smaller images larger.
+IMAGE_SIDE, SMALL_IMAGE_SIDE = 1024, 256
 CPU_BATCH_SIZES = (1, 8)
 QUICK = AblationWorkload(
     batch_sizes=(1, 8),
@@ -118,7 +121,7 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     records = config.graph.mode is GraphMode.RECORDED
     known = variants(config.device.type, passes, left_out, asked.alone, records)
     if not asked.quick or asked.variants:
-        known += parallel_variants(config)
+        known += [*parallel_variants(config), *image_variants(config)]
     drafting = drafting_variants(config, options)
     if config.speculation.num_tokens:
         known += drafting
@@ -219,8 +222,20 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
     drafting = any(name.endswith("with drafts of n-grams") for name in asked.variants)
     max_new_tokens_per_step = max(config.max_new_tokens_per_step, 1 + NGRAM_DRAFTS if drafting else 1)
     workload = replace(workload, max_new_tokens_per_step=max_new_tokens_per_step)
+    if config.images is not None and config.image_input is not None:
+        side = IMAGE_SIDE if config.device.type == "cuda" and not asked.quick else SMALL_IMAGE_SIDE
+        workload = replace(workload, image_side=side, image_len=_most_tokens(config.images, side))
     longest = min(config.model.max_model_len, options.get("max_model_len", MAX_MODEL_LEN))
     return replace(workload, prefill_len=max(1, min(workload.prefill_len, longest - 1)))
+
+
+def _most_tokens(images: ImagesConfig, side: int) -> int:
+    """Return the most tokens of an image with this many pixels on a side."""
+    vision = images.vision
+    if vision.tile_size or vision.stated_positions:  # the size follows from the processor
+        return images.most_embeddings
+    on_a_side = -(-side // (vision.patch_size * vision.merge_size))
+    return min(images.most_embeddings, on_a_side**2)
 
 
 def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
@@ -275,9 +290,10 @@ def measure(
     shared: engine options common to all variants, as JSON. run: starts a worker.
 
     Figures are {"median", "spread": [min, max]} over the repeats, or None if not measured: tpot_ms and step_ms (by
-    batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, measured from outside),
-    kernels (of a decode step at batch 1), memory_bytes (without_kv_cache, kv_cache, graphs_predicted, graphs_used).
-    start_up_stages_s has medians by stage. Each of COUNTS is the maximum over the repeats.
+    batch size), mixed_step_ms, prefill_tokens_per_s, image_ms (first token of a prompt with an image), start_up_s
+    (process start to first token, measured from outside), kernels (of a decode step at batch 1), memory_bytes
+    (without_kv_cache, kv_cache, graphs_predicted, graphs_used). start_up_stages_s has medians by stage. Each of COUNTS
+    is the maximum over the repeats.
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
@@ -352,6 +368,7 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "mixed_step_ms": column(lambda result: result["mixed_step_ms"]),
         "prefill_tokens_per_s": column(lambda result: result["prefill_tokens_per_s"]),
+        "image_ms": column(lambda result: result["image_ms"]),
         "start_up_s": column(lambda result: result["wall_s"]),
         "start_up_stages_s": {stage: summary([_seconds(r, stage) for r in results])["median"] for stage in stages},
         "kernels": column(lambda result: result["kernels"]),

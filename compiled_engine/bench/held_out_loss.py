@@ -28,6 +28,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def with_folder(folder: str) -> dict[str, Mapping[str, Any]]:
+    """Return the variants that compare a quantised checkpoint with the one that it was made of."""
+    return {BASE: VARIANTS[BASE], "bfloat16": VARIANTS["bfloat16"], folder: {"model": folder}}
+
+
 class HeldOutLoss(NamedTuple):
     """A model's loss on a text."""
 
@@ -61,22 +66,27 @@ def compare_losses(
 ) -> dict[str, Any]:
     """Compare the losses of engine variants on a text, and return the result as JSON.
 
-    options: engine options of all variants. variants: further engine options by name of the variant. They are measured
-    in this order, and the first must be BASE.
+    options: engine options of all variants. variants: further engine options by name of the variant. If they have a
+    `model`, it takes the place of `model`. They are measured in this order, and the first must be BASE.
 
     The keys are benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in
     nats. All rows but BASE's have, relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and
     same_best, the share of positions with the same most likely token. BASE's distributions are kept in memory, 4 bytes
     for each position and vocabulary entry.
 
-    Raises ValueError for a text of fewer than two tokens, and the errors of LLM.
+    Raises ValueError for a text of fewer than two tokens, for models that divide it into different tokens, and the
+    errors of LLM.
     """
     base: list[np.ndarray] = []
+    base_windows: list[list[int]] = []
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for name, own in variants.items():
-        with LLM(model, **{"mode": "compiled", "enable_prefix_caching": False, **options, **own}) as llm:
+        with LLM(**{"model": model, "mode": "compiled", "enable_prefix_caching": False, **options, **own}) as llm:
             windows = windows_of(llm, text)
+            base_windows = base_windows or windows
+            if windows != base_windows or (base and llm.config.model.vocab_size != base[0].shape[1]):
+                raise ValueError(f"{name} has other tokens than the model; allowed: a checkpoint made of the model")
             about = about or conditions(llm.config, {**options, **own}, None)
             with progress.stage(name, total=len(windows)) as advance:
                 row, distributions = score(llm, windows, None if name == BASE else base, advance)

@@ -164,8 +164,9 @@ def _headings_and_bounds(result: Mapping[str, Any]) -> tuple[list[str], list[str
     headings = [f"step, batch {batch}, ms" for batch in bound["step_ms"]]
     headings += [f"TPOT, batch {batch}, ms" for batch in bound["tpot_ms"]]
     headings += ["mixed step, ms", "prefill, tok/s", "start-up, s", "kernels", "memory, MiB", "graphs, MiB"]
+    headings += ["image, ms"]
     bounds = [f"{value:.3f}" for name in ("step_ms", "tpot_ms") for value in bound[name].values()]
-    return headings, [*bounds, f"{bound['mixed_step_ms']:.2f}", f"{bound['prefill_tokens_per_s']:,.0f}", "", "", "", ""]
+    return headings, [*bounds, f"{bound['mixed_step_ms']:.2f}", f"{bound['prefill_tokens_per_s']:,.0f}", *[""] * 5]
 
 
 def _ablation_row(record: Mapping[str, Any], batches: list[str]) -> dict[str, Any]:
@@ -176,6 +177,7 @@ def _ablation_row(record: Mapping[str, Any], batches: list[str]) -> dict[str, An
     cells += [_cell(record["mixed_step_ms"], 2), _cell(record["prefill_tokens_per_s"], 0)]
     cells += [_cell(record["start_up_s"], 2), _cell(record["kernels"], 0)]
     cells += [_cell(memory.get(name), 0, 2**20) for name in ("without_kv_cache", "graphs_used")]
+    cells.append(_cell(record.get("image_ms"), 1))
     return {"name": record["name"], "error": None, "cells": cells}
 
 

@@ -125,6 +125,13 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
     return [Variant(f"{whole.name} {how}", {**whole.options, **options}) for how, options in others.items()]
 
 
+def image_variants(config: EngineConfig) -> list[Variant]:
+    """Return a variant of the text model alone, if the engine reads images."""
+    whole = whole_engine(config.device.type)
+    alone = Variant(f"{whole.name} without images", {**whole.options, "language_model_only": True})
+    return [] if config.images is None else [alone]
+
+
 def quantised_variants(config: EngineConfig) -> list[Variant]:
     """Return a variant for each online quantisation scheme, and one for each 8-bit cache format.
 

@@ -19,6 +19,7 @@ from compiled_engine.bench.engine_steps import (
     mixed_step_ms,
     outputs_needed,
 )
+from compiled_engine.bench.image_rows import FirstToken
 from compiled_engine.bench.results import model_record, provenance
 from compiled_engine.bench.table_rows import WARM_UP_TOKENS, MixedStep, Prefill, TimePerToken
 from compiled_engine.bench.text_workload import TextWorkload
@@ -43,6 +44,9 @@ class AblationWorkload:
     num_steps: int = 16  # mixed steps, and decode steps with counted kernels
     prefill_prompts: int = 8  # prefill_prompts and prefill_len: for the prefill rate
     prefill_len: int = 4000
+    # Of a prompt with an image: pixels on a side, 0 for engines that read none, and the image's tokens.
+    image_side: int = 0
+    image_len: int = 0
     seed: int = 0
     max_new_tokens_per_step: int = 1  # per request, the largest of any variant
 
@@ -52,7 +56,8 @@ class AblationWorkload:
     def longest(self) -> int:
         """Return the tokens of the longest request, prompt and output."""
         mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps, self.max_new_tokens_per_step)
-        return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
+        of_image = self._with_image().text + self.image_len + 1
+        return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1, of_image)
 
     def num_blocks(self, block_size: int) -> int:
         """Return how many KV cache blocks every part of the workload needs to run without preemption."""
@@ -70,6 +75,7 @@ class AblationWorkload:
             blocks(max(self.batch_sizes), self.prompt_len + of_steps),
             mixed + blocks(PROMPTS_IN_FLIGHT, self.mixed_prompt_len + 1),
             blocks(self.prefill_prompts, self.prefill_len + 1),
+            blocks(1, self._with_image().text + self.image_len + 1),
         )
 
     def check(self, config: EngineConfig) -> None:
@@ -92,7 +98,11 @@ class AblationWorkload:
             raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Measure one repeat of each part after a short warm-up. The keys are those of `bound`, and kernels."""
+        """Measure one repeat of each part after a short warm-up.
+
+        The keys are those of `bound`, kernels, and image_ms: the time to the first token of a prompt with an image, or
+        None for an engine that reads none.
+        """
         generator = random.Random(self.seed)
         mixed, prefill = self._mixed(), self._prefill()
         for batch_size in self.batch_sizes:
@@ -111,6 +121,7 @@ class AblationWorkload:
             "mixed_step_ms": mixed_ms,
             "prefill_tokens_per_s": prefill.once(llm, generator),
             "kernels": decode_kernels(llm, generator, self.prompt_len, self.num_steps),
+            "image_ms": self._image_ms(llm, generator),
         }
 
     def bound(self, sizes: ModelSizes, rates: Rates) -> dict[str, Any]:
@@ -135,6 +146,15 @@ class AblationWorkload:
 
     def _prefill(self) -> Prefill:
         return Prefill(self.prefill_prompts, self.prefill_len)
+
+    def _image_ms(self, llm: LLM, generator: random.Random) -> float | None:
+        if not self.image_side or llm.config.images is None:
+            return None
+        self._with_image().warm_up(llm, generator)
+        return self._with_image().once(llm, generator)
+
+    def _with_image(self) -> FirstToken:
+        return FirstToken(1, self.image_side)
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self) | {"batch_sizes": list(self.batch_sizes)}

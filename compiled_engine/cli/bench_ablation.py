@@ -54,6 +54,10 @@ def ablation(
     These variants are measured only if they are named. They are compared with the whole engine on a text: the loss, and
     how far their distributions are from the whole engine's (Kullback-Leibler divergence, in nats a token).
 
+    A model that reads images also has the time to the first token of a prompt with an image, from its pixels on, and on
+    a GPU of 1,024 x 1,024 pixels; "compiled without images", on a GPU "compiled + full without images", is its text
+    model alone.
+
     A variant that fails is marked in the result, the others are kept, and the exit code is 1. Ctrl-C ends the
     measurement in the same way, with the repeats before it.
 
@@ -73,9 +77,13 @@ def ablation(
     """
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         from compiled_engine.bench.ablation import Asked, make_plan, run
+        from compiled_engine.bench.image_rows import write_processor
+        from compiled_engine.bench.shapes import SHAPES
         from compiled_engine.process.progress import RichProgress
 
         words = None if text is None else read_text("text", text)
+        if shape is not None and "vision_config" in SHAPES[shape]:
+            write_processor(Path(options["model"]))
         if output is not None:
             make_plot_folder("output", output)
         asked = Asked(
@@ -105,9 +113,11 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
     batches = list(result["bound"]["tpot_ms"])
     with_kernels = any(record.get("kernels") for record in result["variants"])
     with_memory = any(record.get("memory_bytes") for record in result["variants"])
+    with_image = any(record.get("image_ms") for record in result["variants"])
     with_text = any(record.get("text") for record in result["variants"])
     headings = [f"{name}\nB={batch}, ms" for name in ("step", "TPOT") for batch in batches]
     headings += ["mixed\nstep, ms", "prefill,\ntok/s", "start-up,\ns"]
+    headings += ["image,\nms"] * with_image
     headings += ["kernels"] * with_kernels + ["MiB\nwithout KV", "graphs MiB\n(predicted)"] * with_memory
     headings += ["loss", "KL"] * with_text
     model = result["model"]
@@ -121,6 +131,7 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
         row = [_median(record[name][batch], 3) for name in ("step_ms", "tpot_ms") for batch in batches]
         row += [_median(record["mixed_step_ms"], 2), _median(record["prefill_tokens_per_s"], 0)]
         row += [_median(record["start_up_s"], 1)]
+        row += [_median(record.get("image_ms"), 1)] * with_image
         row += [_median(record["kernels"], 0)] * with_kernels
         row += _memory(record["memory_bytes"]) * with_memory
         row += _on_text(record.get("text")) * with_text

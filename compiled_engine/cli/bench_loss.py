@@ -17,6 +17,9 @@ from compiled_engine.cli.output import AsJson, aligned, console, print_json
 def loss(
     *,
     model: Annotated[str | None, typer.Option(help="Unquantised checkpoint. Default: the bundled model.")] = None,
+    quantised: Annotated[
+        str | None, typer.Option(help="Checkpoint made of the model, to compare instead of the schemes.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text in UTF-8. Without it the bundled model's held-out text.")
     ] = None,
@@ -29,6 +32,8 @@ def loss(
     many tokens the most likely one is the same. The distributions of float32 are kept in memory, so texts should have
     no more than some ten thousand tokens.
 
+    With --quantised, a checkpoint that was made of the model is compared, in place of the schemes.
+
     JSON: benchmark, num_tokens, rows (name, loss, difference, divergence: mean and p99, same_best), date, machine,
     model, options, versions, command.
 
@@ -37,16 +42,20 @@ def loss(
       compiled-engine bench loss
 
       compiled-engine bench loss --model path/to/Qwen3-0.6B --text held_out.txt --json
+
+      compiled-engine bench loss --model path/to/Qwen3-0.6B --quantised Qwen3-0.6B-W4A16 --text held_out.txt
     """
     with bad_input_is_reported():
         from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 
         words = read_text("text", text or BUNDLED_MODEL_PATH / "held_out.txt")
 
-        from compiled_engine.bench.held_out_loss import compare_losses
+        from compiled_engine.bench.held_out_loss import VARIANTS, compare_losses, with_folder
         from compiled_engine.process.progress import RichProgress
 
-        result = compare_losses(model, words, {"device": device}, RichProgress()) | {"command": command_line()}
+        variants = VARIANTS if quantised is None else with_folder(quantised)
+        result = compare_losses(model, words, {"device": device}, RichProgress(), variants)
+        result |= {"command": command_line()}
     if as_json:
         print_json(result)
     else:

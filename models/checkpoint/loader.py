@@ -154,7 +154,29 @@ def check_weights(
         twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
         _require_equal(parts[leaf.name], twins, tensors, config.path)
     kv_scales = _kv_scales(weights, tensors, config, rank, num_ranks)
+    if rank == 0:
+        _tell_decoded(weights, parts, config)
     return CheckedWeights(weights, rank, tensors, packed, parts, kv_scales)
+
+
+def _tell_decoded(weights: Weights, parts: Mapping[str, Sequence[Placement]], config: ModelConfig) -> None:
+    """Warn of weights that the checkpoint holds in codes and the model in its dtype, with the bytes that this costs."""
+    decoded, num_weights = 0, 0
+    for leaf in weights.leaves():
+        bits = [_bits_of(part) for part in parts[leaf.name] if part.decode and leaf.role not in QUANTISED]
+        if bits:
+            num_weights += 1
+            decoded += leaf.nbytes - math.prod(leaf.shape) * max(bits) // 8
+    if num_weights:
+        log.warning(
+            "%s: %d weights are decoded to %s while they are loaded, which takes %s bytes more than their codes "
+            "on each rank; compiled-engine inspect says why",
+            *(config.path, num_weights, str(config.dtype).removeprefix("torch."), f"{decoded:,}"),
+        )
+
+
+def _bits_of(part: Placement) -> int:
+    return 4 if part.in_blocks else LinearScheme.parse(part.decode).weight.format.bits
 
 
 def _kv_scales(

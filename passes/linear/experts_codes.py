@@ -22,8 +22,10 @@ LEAST_COLUMNS, MOST_COLUMNS = 32, 256
 LEAST_OF_EXPONENTS = 8
 # Least columns of a unit of packed codes: a thread decodes four bytes at once.
 LEAST_UNIT = 8
-# The first compute capabilities with conversions of e4m3, and with arithmetic of bfloat16, for codes of four bits.
-CAPABILITY, PACKED_CAPABILITY = (8, 9), (8, 0)
+# The first compute capability for each format that kernels decode, and what the GPUs before it lack. Int8 is exact in
+# bfloat16.
+_CONVERSION, _ARITHMETIC = ((8, 9), "conversion of FP8"), ((8, 0), "arithmetic of bfloat16")
+CAPABILITIES = {"e4m3": _CONVERSION} | dict.fromkeys(("int8", "int4", "uint4", "mxfp4"), _ARITHMETIC)
 # The largest stored scale of mxfp4 that kernels decode, 2^65.
 LARGEST_EXPONENT = 192
 # Last part of a parameter's name -> the projections whose rows it holds.
@@ -72,7 +74,7 @@ def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device:
     rounding = scheme.weight
     columns, is_packed = rounding.columns, rounding.format.per_byte > 1
     least = LEAST_COLUMNS if rounding.format.scales.is_floating_point else LEAST_OF_EXPONENTS
-    if not is_packed and rounding.element != "e4m3":
+    if rounding.element not in CAPABILITIES:
         return f"the kernels of experts do not decode {rounding.element}"
     if scheme.reordered:
         return "the columns of each expert are reordered"
@@ -82,10 +84,9 @@ def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device:
         return f"{num_columns} columns of four bits are no multiple of {LEAST_UNIT}"
     if not rounding.format.scales.is_floating_point and dtype == torch.float16:
         return "float16 does not hold the scales"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (
-        PACKED_CAPABILITY if is_packed else CAPABILITY
-    ):
-        return f"the GPU has no {'arithmetic of bfloat16' if is_packed else 'conversion of FP8'}"
+    least_capability, lacks = CAPABILITIES[rounding.element]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < least_capability:
+        return f"the GPU has no {lacks}"
     return None
 
 

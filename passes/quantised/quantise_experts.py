@@ -1,6 +1,6 @@
 """Keeps the expert matrices that the model's quantisation rules name as codes and scales, decoded in experts' kernels.
 
-Why: with few tokens a mixture of experts costs the read of the experts in use. It is half in FP8 and a quarter in four
+Why: with few tokens a mixture of experts costs the read of the experts in use. It is half in 8 and a quarter in four
 bits, and two or four times as many experts fit into memory. The matrices become calls of experts_weight; the pass
 `experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As
 in `quantise`, the pass sees a rank's part of a matrix, and cuts tiles smaller if the part does not end with a tile.

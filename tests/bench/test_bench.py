@@ -174,6 +174,7 @@ def a_result(start: float) -> dict[str, Any]:
         "mixed_step_ms": start,
         "prefill_tokens_per_s": 10.0,
         "kernels": None,
+        "image_ms": None,
         "memory_bytes": {"kv_cache": 5},
         **dict.fromkeys(COUNTS, 0),
     }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from bundled_training.held_out import held_out_windows, mean_nats_per_token, scored_tokens
+from checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from compiled_engine.bench.held_out_loss import BASE, VARIANTS, compare_losses
+from compiled_engine.bench.held_out_loss import BASE, VARIANTS, compare_losses, with_folder
 from compiled_engine.cli.app import app
 from compiled_engine.cli.bench_loss import loss_table
 from compiled_engine.process.progress import SilentProgress
@@ -58,3 +60,17 @@ def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) 
     assert loss_table(result).row_count == 2
     with pytest.raises(ValueError, match="text must have at least two tokens, got 1"):
         compare_losses(None, "a", {"device": "cpu", "progress": False}, SilentProgress(), chosen)
+
+
+def test_a_written_checkpoint_is_compared_with_its_model(bundled_model_path: Path, text: str, tmp_path: Path) -> None:
+    """Beside bfloat16. A model with other tokens is refused."""
+    command = ["quantise", str(bundled_model_path), str(tmp_path / "int4"), "--scheme", "int4"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    eager = {"device": "cpu", "progress": False, "mode": "eager"}
+    rows = compare_losses(None, text[:600], eager, SilentProgress(), with_folder(str(tmp_path / "int4")))["rows"]
+    assert [row["name"] for row in rows] == [BASE, "bfloat16", str(tmp_path / "int4")]
+    assert 0 < rows[1]["divergence"]["mean"] < 1e-3 < rows[2]["divergence"]["mean"] < 0.2
+    make_checkpoint(tmp_path / "other", "qwen3", vocab_size=5000)
+    shutil.copy(bundled_model_path / "tokenizer.json", tmp_path / "other")
+    with pytest.raises(ValueError, match="other has other tokens than the model; allowed: a checkpoint made of"):
+        compare_losses(None, text[:600], eager, SilentProgress(), with_folder(str(tmp_path / "other")))

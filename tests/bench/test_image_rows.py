@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vision_models import vision_config
 
+from compiled_engine.bench import ablation
+from compiled_engine.bench.ablation import Asked
 from compiled_engine.bench.bounds import Rates, model_sizes, tower_seconds, with_tower
 from compiled_engine.bench.image_rows import FirstToken, RequestsWithImages, write_processor
 from compiled_engine.bench.shapes import SHAPES, write_shape
 from compiled_engine.bench.table import make_plan, measure
 from compiled_engine.bench.table_rows import WITH_IMAGES
+from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
@@ -20,8 +24,16 @@ TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num
 TOWER = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "depth": 3, "out_hidden_size": 64}
 
 
-def test_rows_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the sizes of a tiny model in the place of the shape's."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the files of a processor; tests write the shape."""
+    write_processor(folder := tmp_path_factory.mktemp("processor"))
+    return folder
+
+
+@pytest.fixture
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape, with the sizes of a tiny model."""
     shape = SHAPES["qwen3-vl-8b"]
     rope = {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     small = {
@@ -29,6 +41,10 @@ def test_rows_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.Monke
         "vision_config": shape["vision_config"] | TOWER | {"deepstack_visual_indexes": [0, 1]},
     }
     monkeypatch.setitem(SHAPES, "qwen3-vl-8b", shape | small)
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_rows_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"device": "cpu", "mode": "eager", "num_blocks": 400, "image_workers": 1, "dtype": "float32"}
     limits, _ = WITH_IMAGES["image"]
     monkeypatch.setitem(WITH_IMAGES, "image", (limits, FirstToken(2, 128)))
@@ -36,6 +52,21 @@ def test_rows_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.Monke
     (row,) = measure(plan, 1, SilentProgress(), lambda result: None)["rows"]
     assert row["measured"]["median"] > row["bound"] > 0
     assert row["what"] == "first token for 2 images of 128 x 128"
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_an_ablation_measures_a_prompt_with_an_image(folder: Path) -> None:
+    """Of an eager engine here. The text model alone is another variant."""
+    write_shape(folder, "qwen3-vl-8b")
+    given = {"model": str(folder), "load_format": "dummy", "device": "cpu", "image_workers": 1, "dtype": "float32"}
+    plan = ablation.make_plan(given, None, Asked(quick=True, variants=("eager", "compiled without images")))
+    assert (plan.workload.image_side, plan.workload.image_len) == (256, 64)
+    eager, alone = (variant.engine_options(plan.shared) for variant in plan.variants)
+    assert resolve(EngineOptions(**alone | {"model": folder})).images is None
+    with LLM(**eager, progress=False) as llm:
+        found = replace(plan.workload, batch_sizes=(1,), prefill_prompts=1, num_steps=2, output_len=3).measure(llm)
+        assert llm.metrics()["tower_images"] == 2  # the first one warms up
+    assert found["image_ms"] > 0
 
 
 def test_bounds_grow_with_images(tmp_path: Path) -> None:
@@ -56,11 +87,10 @@ def test_bounds_grow_with_images(tmp_path: Path) -> None:
     assert images < text
 
 
-def test_a_processor_has_the_tokens_of_the_shape(tmp_path: Path) -> None:
+def test_a_processor_has_the_tokens_of_the_shape(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    write_shape(tmp_path, "qwen3-vl-8b")
-    write_processor(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
+    write_shape(folder, "qwen3-vl-8b")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == SHAPES["qwen3-vl-8b"]["image_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|vision_start|>") == SHAPES["qwen3-vl-8b"]["vision_start_token_id"]

@@ -94,17 +94,25 @@ READ = pytest.mark.shown_by("models/test_packed_weights.py::test_codes_and_value
     ("packing", "is_kept"),
     [
         (ZEROS, True),
+        (PACKINGS["compressed-tensors, 8 bits"], True),
         (REORDERED, False),
         *(pytest.param(each, True, marks=READ) for each in (PACKINGS["awq"], GROUPS, PACKINGS["gptq, rows"])),
+        pytest.param(PACKINGS["gptq, 8 bits, zero points"], False, marks=READ),
     ],
-    ids=lambda each: f"{each.method} {each.columns}" if isinstance(each, Packing) else "",
+    ids=lambda each: f"{each.method} {each.bits} {each.columns}" if isinstance(each, Packing) else "",
 )
-def test_experts_of_other_formats_stay_in_four_bits(packing: Packing, is_kept: bool, tmp_path: Path) -> None:
-    """Except those whose columns are reordered, which are decoded while they are loaded."""
+def test_experts_of_other_formats_stay_in_codes(
+    packing: Packing, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Except those whose columns are reordered, or that have zero points of 8 bits. The start tells of those."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     checked = {"verify_passes": True, "strict_passes": is_kept, "compile_ranges": ()}
     assert set(matched(compare(tmp_path / "packed", oracle, IDS, exact=True, **checked))) == {2 * is_kept}
+    num_values = MOE["num_experts"] * 3 * MOE["moe_intermediate_size"] * MOE["hidden_size"]
+    more = num_values * (32 - packing.bits) // 8
+    told = f"2 weights are decoded to float32 while they are loaded, which takes {more:,} bytes more than their codes"
+    assert (told in caplog.text) == (not is_kept)
 
 
 @pytest.mark.shown_by(

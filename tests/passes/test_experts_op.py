@@ -90,8 +90,10 @@ def test_in_the_interpreter() -> None:
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 
-def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None) -> Any:
-    """tiles: rows and columns of the weight's codes that share a scale; None for values."""
+def compiled(
+    kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None, codes: str = "fp8e4nv"
+) -> Any:
+    """tiles: rows and columns of the weight's codes that share a scale; None for values. codes: Triton's type."""
     constants = {
         "PACKED": "",
         "ZERO": 0,
@@ -105,7 +107,7 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tupl
         constants = {"scales_ptr": None, "TILE_ROWS": 1, "TILE_COLUMNS": 0} | constants
     else:
         constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS"), tiles, strict=True))
-        types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), "*fp8e4nv")
+        types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), f"*{codes}")
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
     return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=num_warps)
@@ -134,24 +136,28 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "tiles"),
+    ("num_tokens", "tiles", "codes"),
     [
-        (8, (1, 0)),
-        (8192, (128, 128)),
-        *(pytest.param(*each, marks=pytest.mark.product(one_in=1000)) for each in ((8, (128, 128)), (8192, (1, 0)))),
+        (8, (1, 0), "i8"),
+        (8192, (128, 128), "fp8e4nv"),
+        *(
+            pytest.param(*each, marks=pytest.mark.product(one_in=1000))
+            for each in ((8, (1, 0), "fp8e4nv"), (8, (128, 128), "fp8e4nv"), (8192, (1, 0), "fp8e4nv"))
+        ),
+        pytest.param(8192, (1, 128), "i8", marks=pytest.mark.product(one_in=1000)),
     ],
 )
-def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int]) -> None:
+def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int], codes: str) -> None:
     grouped = grouped_tiles(num_tokens, torch.bfloat16, coded=True)
     constants = {"K": 2048, "NUM_ROWS": 1536, "TOP_K": 8, "GATED": True, "TOKENS": grouped.tokens, "ROWS": grouped.rows}
     constants |= GATE | {"BLOCK_K": grouped.block_k, "NUM_STAGES": grouped.num_stages}
-    program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles)
+    program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles, codes)
     assert program.metadata.shared <= 227 << 10
     assert "wgmma" in program.asm["ptx"]
     one = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 1024}
-    compiled(experts_one_token.one_token_gate_up_kernel, one, 8, tiles)
+    compiled(experts_one_token.one_token_gate_up_kernel, one, 8, tiles, codes)
     one = {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 2, "BLOCK_K": 512}
-    compiled(experts_one_token.one_token_down_kernel, one, 2, tiles)
+    compiled(experts_one_token.one_token_down_kernel, one, 2, tiles, codes)
 
 
 def test_the_other_kernels_compiled_for_hopper() -> None:

@@ -51,7 +51,7 @@ CASES = (
 )
 ALPHA, LIMIT = 1.702, 1.5
 # Roundings of weights: tiles that end inside, and whole rows.
-CODES = ("e4m3 1x*", "e4m3 32x32", "e4m3 128x128")
+CODES = ("e4m3 1x*", "e4m3 32x32", "e4m3 128x128", "int8 1x32")
 # The same with two codes to a byte.
 PACKED = ("mxfp4 1x32", "mxfp4 1x8", "int4 1x32", "int4 1x128", "int4 1x*", "uint4 1x32")
 
