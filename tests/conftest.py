@@ -59,7 +59,8 @@ _traces.handlers.clear()
 THRESHOLDS = 20_000, 20, 100
 
 # How fast a machine is may not decide whether a test passes.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+settings.register_profile("every case", settings.get_profile("any machine"), max_examples=100)
 settings.load_profile("any machine")
 
 own_cache_dir = pytest.StashKey[str]()
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     So do kernels that tests launch without an engine. In Triton's own folder, processes that compile a kernel at the
     same time replace each other's libraries, see CheckedFiles.put.
     """
+    if config.getoption("--all"):
+        settings.load_profile("every case")
     if not config.getoption("--unpoisoned"):
         config.stash[own_poison] = stack = ExitStack()
         stack.enter_context(poison.poisoned())

@@ -214,7 +214,11 @@ def test_weights_are_quantised_while_they_are_loaded(
     assert 0 < abs(losses[0] - losses[1]) < 0.05
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "bench/test_held_out_loss.py::test_quantise_tells_the_loss_before_and_after",
+    "models/test_quantise_folder.py::test_tensors_and_config_are_as_the_format_describes",
+    "models/test_quantise_folder.py::test_four_bits_are_as_the_format_describes",
+)
 @pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN), ("int4", EVEN)])
 def test_a_written_folder_computes_what_loading_quantises(
     quantization: str, sizes: dict[str, int], tmp_path: Path

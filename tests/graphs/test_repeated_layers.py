@@ -358,6 +358,7 @@ TOWERS = [
 ]
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("architecture", "fields", "numbers"), TOWERS)
 def test_few_layers_are_traced_where_results_of_some_are_read(
     architecture: str,

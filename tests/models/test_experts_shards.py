@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTHS = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 132, "num_hidden_layers": 1}
 
 
+@pytest.mark.product(one_in=1000, each=("scheme",))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
 def test_each_rank_has_its_part_of_the_values(scheme: str, num_ranks: int, tmp_path: Path) -> None:

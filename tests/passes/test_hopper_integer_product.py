@@ -59,7 +59,7 @@ def test_tiles_say_what_is_allowed() -> None:
         IntegerTiles(128, 1, 1)
 
 
-@pytest.mark.product(one_in=6)
+@pytest.mark.product(one_in=16)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("gated", [False, True])

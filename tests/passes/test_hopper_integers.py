@@ -121,7 +121,7 @@ def test_tiles_fit_the_multiprocessor_and_divide_the_columns(
     assert tiles.stages * stage_bytes(tiles, has_zeros) + tiles.ending_bytes(gated) <= SHARED_MEMORY
 
 
-@pytest.mark.product(one_in=8)
+@pytest.mark.product(one_in=16)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("gated", [False, True])

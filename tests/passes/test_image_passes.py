@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_cases import GEMMA3, GEMMA4, LLAMA, QWEN2, QWEN3, STARCODER2, Family, traced
+from pass_cases import GEMMA3, GEMMA4, QWEN2, QWEN3, STARCODER2, Family, traced
 from tiny_models import tiny_config
 from torch import fx, nn
 from vision_models import vision_config
@@ -102,7 +102,6 @@ def of_hooks(config: EngineConfig, made: TracedGraph) -> torch.Tensor:
 
 
 CASES = {
-    "Llama": (model_of, LLAMA, 0, (), False),
     "Gemma 3, whose text alone is scaled": (model_of, GEMMA3, 0, (), False),
     "Qwen2": (model_of, QWEN2, 0, (2, 3, 3), False),
     "Qwen3": (model_of, QWEN3, 2, (4, 2, 2), True),

@@ -179,17 +179,29 @@ def groups() -> list[str]:
     return [group["state"] for group in ray.util.placement_group_table().values()]
 
 
-def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
-    """Each has a GPU of its own; a start that fails says why, in a line, and gives back what it had."""
-    assert sorted(map(str, gpus_of_two_replicas())) == ["0", "1"]
+def check_unfit(fails_early: bool, what: str) -> None:
+    """A start that fails says why, in a line."""
     config = resolve(EngineOptions(device="cpu", mode="eager"))
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
     order = frame(encode(Start(config, frontend, (), 1, progress=False, origin_s=0.0, spans=())))
-    for fails_early, what in ((True, "no space"), (False, "no descriptors are left")):
-        core = replicas.RayCore(unfit_actor(fails_early), "replica 0 of 2")
-        with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
-            core.start(order)
-        core.close(0)
+    core = replicas.RayCore(unfit_actor(fails_early), "replica 0 of 2")
+    with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
+        core.start(order)
+    core.close(0)
+
+
+def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
+    """Each has a GPU of its own, or says why it does not start."""
+    assert sorted(map(str, gpus_of_two_replicas())) == ["0", "1"]
+    check_unfit(False, "no descriptors are left")
+
+
+@pytest.mark.shown_by(
+    "processes/test_ray.py::test_replicas_in_the_cluster_of_this_process",
+    "processes/test_data_parallel.py::test_a_start_that_fails_says_why_and_leaves_nothing",
+)
+def test_a_start_that_fails_gives_back_what_it_had(own_cluster: None) -> None:
+    check_unfit(True, "no space")
     with pytest.raises(EngineDeadError, match=r"killed by SIGKILL.*, on node .* of the Ray cluster"):
         LLM(**ENGINE | ON_RAY | {"logits_processors": [KILLED_AT_START]})
     assert groups() == ["REMOVED"]

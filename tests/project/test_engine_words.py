@@ -12,6 +12,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
+from functools import cache
 
 import pytest
 from test_import_directions import imports_of, modules, within
@@ -57,6 +58,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
 }
 
 
+@cache
 def lines_of(module: str) -> dict[int, str]:
     """Lines of code by their number: no comments, no docstrings, a space between any two tokens."""
     found: dict[int, list[str]] = defaultdict(list)

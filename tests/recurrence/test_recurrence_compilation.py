@@ -22,6 +22,7 @@ RULE |= {"TILE_K": 128, "TILE_V": 32, "PRECISION": "tf32"}
 INTEGERS = dict.fromkeys(("rows_ptr", "query_start_loc_ptr", "seq_lens_ptr", "lengths_ptr"), "*i32")
 
 
+@pytest.mark.product(one_in=1000, each=("name",))
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", ["keep_inputs_kernel", "convolve_kernel"])
@@ -37,6 +38,7 @@ def test_kernels_of_convolutions_compile_for_hopper(name: str, gated: bool, draf
     assert "st.global" in after
 
 
+@pytest.mark.product(one_in=1000, each=("chunk",))
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) -> None:
@@ -75,6 +77,7 @@ def test_the_kernel_of_products_by_element_compiles_for_hopper() -> None:
 
 
 # Of Nemotron-H-8B, and with states as large as those of Falcon-H1.
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(("chunk", "state_size", "drafts"), [(1, 128, 3), (32, 128, 0), (16, 256, 0)])
 def test_the_kernel_of_state_space_models_compiles_for_hopper(chunk: int, state_size: int, drafts: int) -> None:
     tiles = {"TILE_V": 32} if chunk == 1 else {"TILE_V": 64}

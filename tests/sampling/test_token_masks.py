@@ -121,6 +121,7 @@ def test_the_length_and_stop_strings_end_it_as_ever(llm: LLM) -> None:
         assert other.token_ids == generate(llm, PROMPTS[1:2], [plain])[0].token_ids
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_preempted_requests_stay_within_their_grammar(pipelined: bool, one_thread: None) -> None:
     options: dict[str, Any] = SMALL | {"num_blocks": 8, "block_size": 8, "enable_prefix_caching": False}

@@ -355,6 +355,7 @@ def test_tokens_are_counted_as_the_model_reads_them(own: RunningServer, engine: 
     assert ask(own, "/count_tokens", messages=[]).json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}])
 def test_every_way_to_ask_for_a_chat_has_one_answer(server: RunningServer, sampling: dict[str, Any]) -> None:
     """Whole or in events, with a cold prefix cache or a warm one; and each says that the length ended it."""

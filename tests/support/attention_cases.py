@@ -189,14 +189,14 @@ _SMALLER = (
 )
 # Cases that the interpreter runs with `--all` alone. In fp32 one tile serves every head size and bound, so the shorter
 # of the long prefills take each branch of the longer, head sizes of 80, 256, 320 and 576 those of the sizes between,
-# and "mixed" those of a bound with other heads or scores; windows of 32, 127 and 128 keys take those of 64 and 256.
+# and "mixed" those of a bound with other heads or scores; windows of 20 and 128 keys take those of the others.
 _WITH_ALL = (
     "long prefills, head size 128, bound of 4096",
     *(f"head size {size}" for size in (96, 112, 160, 192, 264, 384, 448)),
     *("heads 16:2", "heads 14:2, bound of 4096", "soft cap, bound of 4096", "sinks, bound of 4096"),
     *("head size 80, bound of 4096", "head size 128, bound of 4096", "window, mixed, bound of 4096"),
-    "window of 1024, mixed",
-    "window of 4096, mixed",
+    *("prefills, bound of 4096", "mixed, block size 256, bound of 4096", "heads 6:1"),
+    *(f"window of {size}, mixed" for size in (512, 1024, 2047, 4096)),
 )
 _BY_NAME = {case.name: case for case in _SMALLER}
 

@@ -75,6 +75,7 @@ class Findable:
         }
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(("steps_in_flight", "several"), [(1, 1), (2, 1), (2, 4)])
 def test_events_rebuild_the_findable_blocks_under_random_operations(steps_in_flight: int, several: int) -> None:
     """10,000 operations, in pools from so small that most requests are preempted to ample."""

@@ -163,6 +163,7 @@ def some_prompt(rng: random.Random, roots: Sequence[list[int]]) -> list[int]:
     return rng.choice(roots)[: rng.choice([12, 24, rng.randrange(1, 31)])] + [rng.randrange(11) for _ in range(3)]
 
 
+@pytest.mark.product(one_in=2)
 @pytest.mark.parametrize(("steps_in_flight", "several"), [(1, 1), (2, 1), (2, 4)])
 def test_every_token_is_right_under_random_operations(steps_in_flight: int, several: int) -> None:
     """Tiny pools with preemption, aborts, failures and resets, and fewer slots than blocks or more."""
@@ -234,6 +235,7 @@ def restarted_index(folder: Path, names: Iterable[str], limit: int) -> FileIndex
     return FileIndex(folder / "model", limit, NUM_RANKS, most_bytes=1 << 30)
 
 
+@pytest.mark.product(one_in=1000, each=("steps_in_flight",))
 @pytest.mark.parametrize("faults", [0.0, 0.3])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_every_token_is_right_with_files_under_random_operations(
