@@ -94,8 +94,8 @@ class LLM:
             "priority".
         lora_request: an adapter for all prompts, or an adapter or None for each; requires enable_lora.
 
-        Raises TypeError or ValueError for bad input, before anything is scheduled. Images are processed while earlier
-        prompts run; an image that cannot be used ends the call when its prompt's turn comes.
+        Raises TypeError or ValueError for bad input, before anything is scheduled. Images and audio are
+        processed while earlier prompts run; one that cannot be used ends the call when its prompt's turn comes.
         """
         refuse_arguments("generate", others)
         self._require_generating()

@@ -16,8 +16,9 @@ from compiled_engine.resolve.speculation import read_speculation
 from compiled_engine.schema import require_defaults
 from compiled_engine.speech import MelSettings, SpeechConfig, SpeechDescription
 
-# Clips on the device unless the user states a number: at most this number, or, on a GPU, those that these bytes hold.
-DEFAULT_SLOTS, SLOT_BYTES = 32, 4 * GIB
+# Clips on the device unless the user states a number: at most this number, or on a GPU as many as these bytes hold, if
+# they are more.
+DEFAULT_SLOTS, SLOT_BYTES = 32, 2 * GIB
 # Options that a speech model rules out.
 _REFUSED = {
     "tensor_parallel_size": "the cross-attention of a speech model is not divided among ranks",

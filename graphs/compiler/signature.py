@@ -44,8 +44,8 @@ ADAPTED_LOGITS = "adapted_logits"
 ENCODE, HOISTED = "encode", "hoisted"
 # Variant of the forward -> the callable of its logits, or LOGITS in an engine without that callable.
 VARIANTS = {ADAPTED: ADAPTED_LOGITS, IMAGES: ADAPTED_LOGITS}
-# Variants whose steps have prompts. Few sizes of them are captured, in full graphs alone: some pass tensors of their
-# own to attention, which attention between graphs does not get.
+# Variants whose steps have prompts. Few sizes of them are captured, in full graphs alone: attention between graphs does
+# not get the tensors that some of these variants pass to it.
 OF_PROMPTS = (IMAGES,)
 # Sizes of the traced examples, three requests of four tokens. All of them are dynamic in the trace.
 _EXAMPLE = {

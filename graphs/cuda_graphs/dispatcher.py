@@ -81,7 +81,7 @@ class KeyField:
 
     The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
     with the number 0 uses the graphs without the field. With token_sizes, only graphs of mixed batches of these numbers
-    of tokens have the field, decodes use them too, and a batch with the field has no other one.
+    of tokens have the field; decodes use them too. The field then excludes all other fields.
     """
 
     name: str
@@ -242,9 +242,10 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return some of the ascending numbers of tokens, for a variant of the forward whose steps have prompts.
 
-    For each of PROMPT_SIZES, this is the smallest size that is at least as large.
+    For each of PROMPT_SIZES, this is the smallest size that is at least as large, but not more than twice as large.
     """
-    return tuple(sorted({min(larger) for least in PROMPT_SIZES if (larger := [s for s in sizes if s >= least])}))
+    near = ([size for size in sizes if least <= size <= 2 * least] for least in PROMPT_SIZES)
+    return tuple(sorted({min(found) for found in near if found}))
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:

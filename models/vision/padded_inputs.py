@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from compiled_engine.attention.inputs import StepTensor
 from compiled_engine.vision import VisionDescription
 
-# Numbers of patches for which a tower is captured. Up to 1,024 patches the launches take longer than the kernels, so
-# steps are wide. From 2,048 on padding is at most an eighth. Beyond the last size, kernels take longer than launches.
+# Numbers of patches for which a tower is captured. Below 2,048 patches the sizes are far apart, since the launches take
+# about as long as the kernels. From 2,048 on padding is at most an eighth. Beyond the last size, kernels take longer.
 PATCHES = (
     *(64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792),
     *range(2048, 4096, 256),

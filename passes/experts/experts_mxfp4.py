@@ -5,7 +5,7 @@ codes at once, words of eight codes each, and multiplies in fp32. Inputs are in 
 so that neighbouring threads read neighbouring inputs.
 
 Shifts and masks decode two codes of a word to two halves in bfloat16, see pair_of. Each half becomes a number in fp32.
-Inputs are multiplied by INPUTS, so that products are no subnormals.
+Inputs are multiplied by INPUTS, which keeps products normal.
 
 A pair is a token and one of its experts, with the number token * TOP_K + slot. W is the number of words of a row.
 """
@@ -31,7 +31,7 @@ from compiled_engine.passes.norm.rms_norm import normed
 
 # Factor of stored inputs.
 INPUTS = tl.constexpr(2.0**32)
-# Added to a scale's exponent plus 127, to undo the factor of decoded values: 126, less 64 of two times INPUTS.
+# Added to a scale's exponent plus 127, to undo the factor of decoded values: 126 - 2 * 32, as INPUTS applies twice.
 EXPONENT = tl.constexpr(62)
 
 

@@ -408,6 +408,7 @@ def _grouped(
             **right.codes,
             **shared,
         )
+        del right  # before the next weight is decoded
     block_d = min(next_power_of_2(hidden_size), 1024)
     combine_kernel[(num_tokens, cdiv(hidden_size, block_d))](
         y_SD,

@@ -14,7 +14,7 @@ FEW_TOKENS, SOME_TOKENS = 64, 1024
 # The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
 # many experts that decoding them once is faster.
 MOST_VECTOR_TOKENS = 3
-# Steps of more tokens, with at least so many tokens per expert on average, decode weights in MXFP4 before the product.
+# Steps of more tokens decode weights in MXFP4 before the product, if experts have LEAST_TO_DECODE tokens on average.
 MOST_DECODED_IN_TILES, LEAST_TO_DECODE = 2048, 256
 # Token counts after which tiles change.
 TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS, MOST_DECODED_IN_TILES)

@@ -142,7 +142,7 @@ def test_prompts_read_them_on_a_gpu(case: Case, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=4, each=("case",))
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", LONG_CASES, ids=[case.name for case in LONG_CASES])
 def test_prompts_read_them_in_a_graph(case: Case, name: str) -> None:

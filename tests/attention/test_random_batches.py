@@ -39,7 +39,7 @@ def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=8, each=("backend",))
+@pytest.mark.product(one_in=12, each=("backend",))
 @pytest.mark.parametrize("backend", ["triton", "flash_attn", "torch"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_a_gpu(part: int, backend: str) -> None:

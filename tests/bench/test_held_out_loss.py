@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from compiled_engine.bench.held_out_loss import BASE, VARIANTS, compare_losses, with_folder
 from compiled_engine.cli.app import app
 from compiled_engine.cli.bench_loss import loss_table
+from compiled_engine.llm import LLM
 from compiled_engine.process.progress import SilentProgress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,8 +37,10 @@ def expected(bundled_model_path: Path, text: str) -> tuple[float, int]:
 
 
 def test_quantise_tells_the_loss_before_and_after(
-    bundled_model_path: Path, text: str, expected: tuple[float, int], tmp_path: Path
+    bundled_model_path: Path, text: str, expected: tuple[float, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The command's engines are eager here: compiled ones are compared below, and take long to compile."""
+    monkeypatch.setattr("compiled_engine.llm.LLM", lambda folder, **options: LLM(folder, **options | {"mode": "eager"}))
     (tmp_path / "text").write_text(text)
     command = ["quantise", str(bundled_model_path), str(tmp_path / "fp8"), "--scheme", "fp8", "--device", "cpu"]
     done = CliRunner().invoke(app, [*command, "--text", str(tmp_path / "text"), "--json"])
@@ -50,7 +53,8 @@ def test_quantise_tells_the_loss_before_and_after(
 
 def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) -> None:
     chosen = {name: VARIANTS[name] for name in (BASE, "fp8")}
-    result = compare_losses(None, text, {"device": "cpu", "progress": False}, SilentProgress(), chosen)
+    options = {"device": "cpu", "progress": False, "compile_ranges": ()}
+    result = compare_losses(None, text, options, SilentProgress(), chosen)
     base, quantised = result["rows"]
     assert result["num_tokens"] == expected[1]
     assert base == {"name": BASE, "loss": pytest.approx(expected[0], abs=1e-4)}
@@ -59,7 +63,7 @@ def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) 
     assert 0.9 < quantised["same_best"] < 1
     assert loss_table(result).row_count == 2
     with pytest.raises(ValueError, match="text must have at least two tokens, got 1"):
-        compare_losses(None, "a", {"device": "cpu", "progress": False}, SilentProgress(), chosen)
+        compare_losses(None, "a", options, SilentProgress(), chosen)
 
 
 def test_a_written_checkpoint_is_compared_with_its_model(bundled_model_path: Path, text: str, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ class CompileCounter:
         }
 
 
+@pytest.mark.product(one_in=1000, each=("mode",))
 @pytest.mark.parametrize("backend", ["triton", "flash_attn"])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_compiled_or_captured_after_warm_up(

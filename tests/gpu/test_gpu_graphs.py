@@ -228,7 +228,7 @@ MEMORY_OF_A_BATCH, ALLOCATOR_SEGMENT = 64 << 10, 2 << 20
 
 
 @pytest.mark.parametrize("graph_mode", ["full", "full_and_piecewise", "breakable"])
-def test_thousands_of_random_batches_capture_and_keep_nothing(graph_mode: str) -> None:
+def test_many_random_batches_capture_and_keep_nothing(graph_mode: str) -> None:
     mode = "eager" if graph_mode == "breakable" else "graphed"
     random_ = random.Random(0)
     with engine(mode, graph_mode, "bfloat16", max_num_seqs=256) as llm:
@@ -251,7 +251,7 @@ def test_thousands_of_random_batches_capture_and_keep_nothing(graph_mode: str) -
         serve(300)
         memory, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         frames = dict(torch._dynamo.utils.counters["frames"])
-        serve(2000)
+        serve(800)
         assert llm.metrics()["captures"] == captures
         assert dict(torch._dynamo.utils.counters["frames"]) == frames
         assert torch.cuda.memory_allocated() <= memory + MEMORY_OF_A_BATCH

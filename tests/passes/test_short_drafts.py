@@ -94,7 +94,7 @@ def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -
     tile and of all of it, with drafts that are missing, and rows of padding; the same where it has nothing to write."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for compute capability 9")
-    for seed in range(6):
+    for seed in range(4):
         arguments, query_len = arguments_of(seed, dtype, tiles.keys + 1 if fills else 40)
         one, two = ([*arguments[:3], arguments[3].clone(), arguments[4].clone(), *arguments[5:]] for _ in range(2))
         exact = [wide(argument, dtype) for argument in two]

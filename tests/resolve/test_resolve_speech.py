@@ -48,7 +48,7 @@ def test_a_gpu_has_slots_for_as_many_clips_as_fit_into_its_share(folder: Path) -
     assert model.speech is not None
     speech = replace(model.speech, length=1500)
     assert most_slots(turbo, speech, torch.device("cpu")) == 32
-    assert most_slots(turbo, speech, torch.device("cuda", 0)) == (4 << 30) // (2 * 4 * 1500 * 1280 * 2)
+    assert most_slots(turbo, speech, torch.device("cuda", 0)) == (2 << 30) // (2 * 4 * 1500 * 1280 * 2)
     assert most_slots(replace(turbo, num_layers=32), speech, torch.device("cuda", 0)) == 32
 
 

@@ -51,8 +51,8 @@ class LogMel:
     def __call__(self, samples_CN: torch.Tensor) -> torch.Tensor:
         """Return the features [C, num_bins, num_samples // hop] in float32 of samples in float32, on the device.
 
-        samples_CN: with N at most num_samples; silence follows them. Mel bins are summed in float64: neither the
-        permission to multiply in TF32 nor the number of clips changes a sum.
+        samples_CN: with N at most num_samples; silence follows them. Mel bins are summed in float64, which
+        TF32 settings do not affect.
         """
         mel = self._mel
         padded_CN = torch.nn.functional.pad(samples_CN, (0, mel.num_samples - samples_CN.shape[1]))

@@ -188,9 +188,6 @@ class SpeechRequests(RequestFeature):
             if len(audio) != 1:
                 raise ValueError(f"{name}['audio'] has {len(audio)} clips; allowed: one")
             (audio,) = audio
-        assert self.processing is not None
-        if self.processing.unusable:
-            raise ValueError(f"{name} must have no audio: {self.processing.unusable}")
         name = f"{name}['audio']"
         return PromptAudio(partial(self._clip, name, audio_reader(name, audio)))
 
@@ -223,6 +220,8 @@ class SpeechRequests(RequestFeature):
 
     def _answered(self, source: MediaSource, settings: Mapping[str, Any], is_stopped: Stopped) -> ProcessedMedia:
         assert self.processing is not None
+        if self.processing.unusable:
+            raise ValueError(f"no worker can prepare the audio: {self.processing.unusable}")
         return self.processing.result(self.processing.submit(source, settings), is_stopped)
 
     def metrics(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ def main() -> None:
     kind is "file" or "samples"; these are float32, and "mode" is their rate. Without settings the answer has the
     features of a clip. The setting "answer" says what else is returned: with "clip" the samples of a clip at the
     extractor's rate, with "samples" those of a file and their rate, with "input_features" the features of the whole
-    audio and its length. With "most_seconds" the audio may be as long. An answer replaces no placeholder.
+    audio and its length. With "most_seconds" the audio may last that many seconds. An answer replaces no placeholder.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -77,7 +77,7 @@ def _extract_all(messages: Messages, answer: Answer, extractor: Any, order: dict
         try:
             _answer_with(_made(message, extractor, dtype), message, answer)
         except OSError as error:
-            answer({"error": f"the features of a clip cannot be written: {error.strerror}", "internal": True})
+            answer({"error": f"the answer for a clip cannot be written: {error.strerror}", "internal": True})
         except Exception as error:  # decoders and extractors raise many kinds
             answer({"error": " ".join(str(error).split())[:500] or type(error).__name__})
         signal.alarm(0)
