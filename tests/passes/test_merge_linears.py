@@ -213,9 +213,16 @@ def test_the_contract_counts_values_that_several_matrices_are_multiplied_with() 
         assert graph_pass.run(module.graph).matches == contract
 
 
-def test_names_are_packed_piece_by_piece() -> None:
-    weights = random_tensors(**{"model.0.a.w": (4, 8), "model.0.b.w": (4, 8)})
+@pytest.mark.parametrize(
+    ("names", "packed"),
+    [
+        (("model.0.a.w", "model.0.b.w"), "model.0.{a,b}.w"),
+        (("model.0.a.w", "model.0.gate.b.w"), "model.0.{a,gate.b}.w"),
+    ],
+)
+def test_names_are_packed_piece_by_piece(names: tuple[str, ...], packed: str) -> None:
+    weights = random_tensors(**dict.fromkeys(names, (4, 8)))
     module = graph_of(lambda x, **p: tuple(x @ w.t() for w in p.values()), random_tensors(x=(5, 8)), weights)
     rewrite(MergeLinears(), module)
     (parameter,) = packed_parameters(module)
-    assert parameter.name == "model.0.{a,b}.w"
+    assert parameter.name == packed

@@ -149,17 +149,20 @@ def test_copies_of_turned_heads_have_tokens_first() -> None:
     assert clone.meta["val"].shape == (T, H, D)
 
 
-def test_parameters_with_leading_dimensions_of_one_bring_no_batch() -> None:
-    """As the factors of Falcon-H1's projection, [1, 1, D]."""
-    inputs, table = random_tensors(x=(T, D)), random_tensors(factors=(1, 1, D))
+@pytest.mark.parametrize("shape", [(1, 1, D), (D,)])
+def test_parameters_with_leading_dimensions_of_one_bring_no_batch(shape: tuple[int, ...]) -> None:
+    """As the factors of Falcon-H1's projection, [1, 1, D], and Kimi Linear's biases, which become [1, 1, D]."""
+    inputs, table = random_tensors(x=(T, D)), random_tensors(factors=shape)
 
     def function(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return (x[None] * factors).transpose(1, 2).squeeze(0).transpose(0, 1).exp()
+        return (x[None] * factors.view(1, 1, -1)).transpose(1, 2).squeeze(0).transpose(0, 1).exp()
 
     module = graph_of(lambda x, factors: (function(x, factors),), inputs, table)
     assert rewrite(NormaliseLayout(), module).near_misses == ()
     shapes = {node.target: node.meta["val"].shape for node in module.graph.nodes if node.op == "call_function"}
     assert tuple(shapes[aten.mul.Tensor]) == (T, D)
+    (product,) = module.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert product.args[1].meta["val"].shape == (D,)
     assert aten.permute.default not in shapes
     (got,) = Shapes(module).run(*inputs.values(), *table.values())
     torch.testing.assert_close(got, function(**inputs, **table))

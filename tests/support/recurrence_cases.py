@@ -138,7 +138,8 @@ def rule(
 ) -> tuple[list[Any], Sequences]:
     """Return the arguments of `apply_rule` before the sequences, and the sequences.
 
-    Queries, keys and values are columns of one tensor. Keys of neighbouring tokens are alike, as in repeated text.
+    Queries, keys and values are columns of one tensor, NaN in tokens of padding. Keys of neighbouring tokens are alike,
+    as in repeated text.
     sizes: of a key and of a value. drafts: the most drafts of a request. by_element: each element of a key decays by a
     number of its own, some hardly, some to nothing at once.
     """
@@ -153,6 +154,10 @@ def rule(
     if by_element:
         g_TH = -torch.exp(-16 * g_TH - 10)
     beta_TH = torch.rand(num_tokens, heads, generator=generator).to(dtype)
+    is_padding_R = (sequences.rows_R < 0) | (sequences.seq_lens_R == 0)
+    is_padding_T = is_padding_R.repeat_interleave(sequences.lens)
+    for each in (q_TD, k_TD, v_TD, g_TH, beta_TH):
+        each[is_padding_T] = NAN
     decays = key if by_element else 1
     state_SHkv, drafted = matrix_states(requests, (heads, key, value), drafts, generator, decays)
     out_THv = torch.full((num_tokens, heads, value), NAN, dtype=dtype)

@@ -66,11 +66,12 @@ def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "mode",
+    ("kind", "mode"),
     [
-        "eager",
+        ("qwen3_5_text", "eager"),
+        ("kimi_linear", "eager"),
         pytest.param(
-            "compiled",
+            *("qwen3_5_text", "compiled"),
             marks=pytest.mark.shown_by(
                 "features/recurrence/test_snapshots.py::test_tokens_and_log_probabilities_are_the_same_with_and_without",
                 "recurrence/test_recurrent_models.py::test_logprobs_are_those_of_transformers",
@@ -78,7 +79,8 @@ def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
         ),
     ],
 )
-def test_tokens_and_log_probabilities_are_the_same_with_and_without(mode: str, folder: Path) -> None:
+def test_tokens_and_log_probabilities_are_the_same_with_and_without(kind: str, mode: str, tmp_path: Path) -> None:
+    write_checkpoint(folder := tmp_path, family(kind))
     prompts = related_prompts(100, 30, 4)
     with LLM(folder, **SMALL, mode="eager", max_model_len=160, enable_prefix_caching=False) as llm:
         expected = results(one_by_one(llm, prompts))
