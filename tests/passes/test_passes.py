@@ -284,16 +284,6 @@ def test_halves_of_the_rows_are_not_silu_mul() -> None:
     assert rewrite(SiluMul(), module).matches == 0
 
 
-def test_linears_named_at_different_depths_stay_apart() -> None:
-    def experts(x: torch.Tensor, **parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x @ weight.t() for weight in parameters.values())
-
-    weights = random_tensors(**{"mlp.gate": (4, 8), "mlp.experts.0.up": (4, 8)})
-    result = rewrite(MergeLinears(), graph_of(experts, random_tensors(x=(5, 8)), weights))
-    assert result.matches == 0
-    assert "depth" in result.near_misses[0]
-
-
 def test_biases_of_only_some_linears_keep_them_apart() -> None:
     def some(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.nn.functional.linear(x, a, bias), x @ b.t()
