@@ -54,7 +54,7 @@ __all__ = [
     "unregister_pass",
 ]
 
-# Names of vLLM: module and attribute.
+# Names that vLLM uses, each with the module and the attribute that it stands for here.
 _OTHER_NAMES = {
     "AsyncEngineArgs": ("compiled_engine.other_engines.names", "EngineArgs"),
     "AsyncLLMEngine": ("compiled_engine.async_llm", "AsyncLLM"),

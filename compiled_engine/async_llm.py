@@ -127,10 +127,11 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt. Yields outputs, of which the last has `finished`.
+        """Complete one prompt. Yields outputs; only the last has `finished` set.
 
-        prompt: see `LLM.generate`. request_id: the outputs' request_id; None for a new one. lora_request: the request's
-        adapter; requires enable_lora.
+        prompt: see `LLM.generate`. request_id: the outputs' request_id; None for a new one. priority: lower values are
+        served first; must be 0 unless scheduling_policy is "priority". lora_request: the request's adapter; requires
+        enable_lora.
         output: "cumulative": outputs have the whole completions so far; "delta": only the new part of completions that
             have grown since the previous output (cumulative_logprob stays cumulative); "final": there is one output, at
             the end.
@@ -162,7 +163,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one conversation.
+        """Continue one conversation. Yields outputs like `generate`.
 
         See `LLM.chat` for the conversation's arguments, and `generate` for the other arguments.
         """
@@ -205,7 +206,7 @@ class AsyncLLM:
         return await run_async(await asyncio.to_thread(transcribing, audio, *chosen, timestamps=timestamps), last)
 
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
-        """Process a prompt's images. Return the prompt with tokens that stand for their embeddings, for `generate`.
+        """Process a prompt's images. Return the prompt, for `generate`, with the results and their placeholder tokens.
 
         sampling_params: those of `generate`; with truncate_prompt_tokens, the prompt may be longer than the engine's
         limit.
@@ -304,7 +305,8 @@ class AsyncLLM:
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
 
-        Does nothing for a model that pools. Raises ValueError if there is no tokenizer, or one that runs in Python.
+        Does nothing for a model that pools. Raises ValueError if there is no tokenizer, or if the tokenizer runs in
+        Python.
         """
         self._attach()
         if self._frontend.pooling is None:
@@ -352,12 +354,12 @@ class AsyncLLM:
         return True
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Run no steps until `resume_generation`; return once no step runs. Requests that arrive meanwhile wait.
+        """Stop running steps until `resume_generation`; return once no step runs. Requests that arrive meanwhile wait.
 
         mode: "abort" ends all requests of all clients with finish_reason "abort"; "keep" stops them where they are;
             "wait" lets requests that have begun run to their end.
-        clear_cache: the prefix cache is emptied, and kept requests are computed again; otherwise these keep their keys
-            and values, even if the weights change meanwhile.
+        clear_cache: True: the prefix cache is emptied, and kept requests are computed again. False: kept requests keep
+            their keys and values, even if the weights change meanwhile.
 
         Raises ControlError for another mode.
         """
@@ -418,7 +420,7 @@ class AsyncLLM:
         await self._client.make(update_calls.START)
 
     async def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
-        """Check the weights of an update and use them, see `LLM.finish_weight_update`."""
+        """Check the weights of an update, use them, and return their version; see `LLM.finish_weight_update`."""
         self._attach()
         found: str = await self._client.make(update_calls.finish(version, recompute=recompute))
         return found
@@ -426,7 +428,7 @@ class AsyncLLM:
     async def weight_update_state(self) -> dict[str, Any]:
         """Return the weights' version, the number of updates, and the number of tensors received for a running update.
 
-        The keys are version, updates and received, which is None while no update is under way.
+        The keys are version, updates and received; received is None while no update is under way.
         """
         self._attach()
         state: dict[str, Any] = await self._client.make(update_calls.STATE)
@@ -439,7 +441,7 @@ class AsyncLLM:
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Give memory back to the system until `wake_up`; requires enable_sleep_mode. level: see `LLM.sleep`.
 
-        mode: what becomes of requests, see `pause_generation`.
+        mode: whether requests are aborted, kept or finished first, see `pause_generation`.
         """
         await self.pause_generation(mode=mode, clear_cache=False)
         await self._client.make(ControlCall("sleep", {"level": level}, slow=True))
@@ -454,7 +456,7 @@ class AsyncLLM:
             await self._client.call("resume")
 
     async def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache sleep: `sleep` was called, and `wake_up` not yet for both."""
+        """Return whether the memory of weights or KV cache is given back: after `sleep`, until `wake_up` for both."""
         self._attach()
         sleeping: bool = await self._client.call("is_sleeping")
         return sleeping
@@ -598,8 +600,8 @@ class AsyncLLM:
     ) -> Prepared:
         """Return the result of `prepare`, which runs in a thread if the texts are long or `apart` is set.
 
-        `size` is the number of characters of the texts. `seconds` limits the time in the thread. Cancelling the call
-        ends the work, too.
+        `size` is the number of characters of the texts. `seconds` limits the time in the thread; raises TimeoutError
+        after that. Cancelling the call ends the work, too.
         """
         if not apart and size < LONG_TEXT:
             return prepare(never)
@@ -611,13 +613,13 @@ class AsyncLLM:
             is_over.set()
 
     async def _read_files(self, given: Mapping[str, Any]) -> None:
-        """Read the files that features need for these arguments. Each is read in a thread, since that may take long."""
+        """Read the files that features need for a call's arguments, `given`. Each is read in a thread."""
         for feature in self._frontend.features:
             for read in feature.reads(given):
                 await asyncio.to_thread(read)
 
     async def _attached(self, prompt: Prompt) -> Sequence[Attachment | None]:
-        """Return the attachment of the prompt's data, such as images, once the data is ready; empty without data."""
+        """Process a prompt's data, such as images. Return a sequence of its one attachment; empty without data."""
         attached = self._frontend.attach([prompt])
         await self._attaching.wait(attached)
         return attached
@@ -654,7 +656,7 @@ class AsyncLLM:
         return await self._pooled(await self._prepared(num_characters(prompts), prepare, seconds=bounds.seconds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
-        """Run pooling requests together. Returns them in their order when all have ended."""
+        """Run pooling requests together, and return them, in the order given, once all have ended."""
         await self._ready_core(requests)
         streams = [self._streams.add(request, "final") for request in requests]
         try:
@@ -687,7 +689,8 @@ class AsyncLLM:
     def _attach(self) -> None:
         """Attach to the running event loop.
 
-        Requests of an earlier event loop, which no longer runs, end with RuntimeError.
+        Requests of an earlier event loop that no longer runs end with RuntimeError. Raises RuntimeError if the earlier
+        loop still runs, or if this process is a fork of the one that made the engine.
         """
         self._owner.require_here()
         loop = asyncio.get_running_loop()

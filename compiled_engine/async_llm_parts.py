@@ -44,7 +44,7 @@ class AsyncLLMParts:
 def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> AsyncLLMParts:
     """Start a core, wait until it is ready, and return the parts of an `AsyncLLM` that uses it.
 
-    `options` are the keyword arguments of `LLM`. Raises the errors of `AsyncLLM`.
+    `options` are the keyword arguments of `LLM`; `core` is that of `AsyncLLM`. Raises the errors of `AsyncLLM`.
     """
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
@@ -79,7 +79,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
 def join_engine(address: str | os.PathLike[str]) -> AsyncLLMParts:
     """Return the parts of an `AsyncLLM` that uses the core at `address`, which another process has started.
 
-    Raises OSError, or EngineDeadError if the core ends meanwhile.
+    Raises OSError if no core listens there, EngineDeadError if the core ends meanwhile.
     """
     running = ForeignCore(address)
     try:
@@ -125,7 +125,7 @@ def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer
 
 
 def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names of logits processors. Raises ValueError if one is not given by its name."""
+    """Return the names of logits processors. Raises ValueError if one is an object instead of a name."""
     for index, given in enumerate(logits_processors):
         if not isinstance(given, str):
             raise ValueError(

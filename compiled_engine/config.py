@@ -117,7 +117,7 @@ class RowState:
     shape: tuple[int, ...]  # of a row
     dtype: str
     in_snapshots: bool = True  # whether snapshots have it too
-    num_decays: int = 1  # of a state [H, k, v]: numbers by which a token decays a head's matrix, 1, or k for its rows
+    num_decays: int = 1  # of a state [H, k, v]: factors by which a token decays a head's matrix: 1, or k, one per row
 
     @property
     def row_bytes(self) -> int:
@@ -263,7 +263,7 @@ class ModelConfig:
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
 
     def kv_layer(self, layer: int) -> int:
-        """Return the number of the layer whose KV cache a layer reads."""
+        """Return the number of the layer whose KV cache `layer` reads: `layer` itself, or an earlier layer."""
         return layer if self.kv_layers is None else self.kv_layers[layer]
 
     def kv_shapes(
@@ -352,7 +352,7 @@ class KVEventsConfig:
     data_parallel_rank: int = 0  # number of the replica
 
     def of_replica(self, number: int) -> KVEventsConfig:
-        """Return the configuration of a replica, whose endpoints differ from those of the others as in vLLM."""
+        """Return the configuration of replica `number`. As in vLLM, each replica has endpoints of its own."""
         replay = self.replay_endpoint and _endpoint_of(self.replay_endpoint, number)
         return replace(
             self, endpoint=_endpoint_of(self.endpoint, number), replay_endpoint=replay, data_parallel_rank=number
@@ -360,7 +360,10 @@ class KVEventsConfig:
 
 
 def _endpoint_of(endpoint: str, number: int) -> str:
-    """Return a replica's endpoint: a TCP port is higher by its number, other names end in _dp and the number."""
+    """Return the endpoint of replica `number`. `endpoint`: that of replica 0.
+
+    The number is added to the port of a TCP address. Other addresses get the suffix _dp and the number.
+    """
     if not number:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -384,7 +387,7 @@ class ImagesConfig:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Numbers of a head's rotary frequencies for the position in time, in height and in width (M-RoPE).
+        """The numbers of a head's rotary frequencies that use positions in time, in height and in width (M-RoPE).
 
         () if tokens have a single position.
         """
@@ -484,7 +487,7 @@ class SpeculationConfig:
 
     method: str = "none"  # none, ngram, draft_model, eagle3 or mtp
     num_tokens: int = 0  # most drafts per request and step
-    lookup_max: int = 0  # for ngram: most and fewest last tokens to find an earlier occurrence of
+    lookup_max: int = 0  # for ngram: most and fewest last tokens whose earlier occurrence is looked up
     lookup_min: int = 0
     draft: DraftConfig | None = None  # the draft model or head
     # If not empty, drafts are accepted at random, not by comparison: entry i is the probability of at least i + 1.
@@ -532,9 +535,9 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Batch sizes of graphs for steps without drafts in which the head still reads the tokens.
+        """Batch sizes of the graphs for steps without drafts in which the draft head still reads the tokens.
 
-        None unless steps may skip the head.
+        None if the engine has no draft head, or never skips it.
         """
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
@@ -567,9 +570,9 @@ class EngineConfig:
     image_input: ImageInput | None  # None: prompts have no images, see reasons
     speech: SpeechConfig | None  # set for a speech model, each of whose prompts has a clip
     kv_events: KVEventsConfig | None  # None: no events of the prefix cache are published
-    sleeps: bool  # it may give its memory back while it is idle
-    logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
-    batch_invariant: bool  # a request gets the same bits whatever shares its steps
+    sleeps: bool  # the engine may give its memory back while it is idle
+    logprobs_mode: str  # the logits from which log-probabilities are computed: RAW or PROCESSED
+    batch_invariant: bool  # a request gets the same bits whatever other requests share its steps
 
     @property
     def max_new_tokens_per_step(self) -> int:
@@ -593,7 +596,7 @@ class EngineConfig:
 
     @property
     def offset_choices(self) -> tuple[bool, ...]:
-        """Whether rows of a batch begin at offsets from a request's newest token, as drafts need: one value or both."""
+        """The values of InputBatch.has_offsets: False without drafts, True with; both if steps may skip the head."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)
@@ -665,7 +668,7 @@ def json_value(value: Any) -> Any:
 
 
 def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every field of nested dataclasses as a JSON value, under its dotted name."""
+    """Return every field of nested dataclasses as a JSON value, under its dotted name. prefix: put before the names."""
     flat: dict[str, Any] = {}
     for field in fields(value):
         name, inner = prefix + field.name, getattr(value, field.name)

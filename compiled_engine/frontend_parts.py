@@ -1,4 +1,4 @@
-"""`FrontendParts`: the objects with which `LLM` and `AsyncLLM` check arguments and make requests."""
+"""Defines `FrontendParts`, the objects with which `LLM` and `AsyncLLM` check arguments and make requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class FrontendParts:
-    """The parts of an engine that work on arguments and requests. They do not depend on where the core runs."""
+    """The parts of an engine that work on arguments and requests. They are the same wherever the core runs."""
 
     config: EngineConfig
     limits: RequestLimits
@@ -41,9 +41,9 @@ class FrontendParts:
         attached: Sequence[Attachment | None] = (),
         **given: Any,
     ) -> list[PreparedRequest]:
-        """Return a request for each prompt. If `sampling_params` is None, the defaults apply.
+        """Return a request for each prompt. sampling_params None: the checkpoint's defaults.
 
-        See `InputProcessor.process` for the other arguments.
+        See `InputProcessor.process` for the other arguments and the errors.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self.inputs.process(prompts, params, priority, attached=attached, **given)
@@ -56,7 +56,7 @@ class FrontendParts:
         made: Callable[[Sequence[PreparedRequest]], None],
         **given: Any,
     ) -> Arrivals | None:
-        """Return a call's requests, each made once its prompt's data is ready; None if no prompt has data.
+        """Return an `Arrivals`, which makes each request once its prompt's data is ready; None if no prompt has data.
 
         Arguments, and prompts without data, are checked at once. Raises as `completions` does. made: called with each
         request, alone in a sequence, before `Arrivals.take` returns it.
@@ -132,7 +132,7 @@ def make_frontend(
     objects_allowed: str = "",
     id_prefix: str = "",
 ) -> FrontendParts:
-    """Return the frontend for a running core.
+    """Return the frontend parts of an engine.
 
     See StructuredRequests for `objects_allowed`, and InputProcessor for `id_prefix`.
     """

@@ -1,9 +1,9 @@
 """Formats of the KV cache: the dtype of stored keys and values, and the layout of a block.
 
-A block has two halves, for keys and for values. Without scales a half is [P, K, d]: slots, K/V heads, elements of a
-head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each token, [P, K].
-In both cases the cache is a contiguous tensor [N, 2, P, K, w] of N blocks, where w counts the elements of a token's
-head, its scale included. Quantised values of 8 bits are called codes.
+A block has two halves, for keys and for values. Without scales a half is [P, K, d]: P slots for tokens, K heads, d
+elements of a head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each
+token, [P, K]. In both cases the cache is a contiguous tensor [N, 2, P, K, w] of N blocks, where w counts the elements
+of a token's head, its scale included. Quantised values of 8 bits are called codes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCALE_WIDTHS = {elements.dtype: elements.scale_width for elements in CODED}
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the cache's tensors. `name` is "auto", or a name in CODED."""
+    """Return the dtype of the cache's tensors. name: "auto" for the model's dtype, or the name of a format in CODED."""
     return model_dtype if name == AUTO else _BY_NAME[name].dtype
 
 
@@ -56,20 +56,23 @@ def has_scales(dtype: torch.dtype) -> bool:
 
 
 def head_width(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the cache elements of this dtype that one head of a token takes."""
+    """Return the number of elements that one head of a token takes in a cache of this dtype, its scale included."""
     return head_dim + _SCALE_WIDTHS.get(dtype, 0)
 
 
 def holds_latents(cache: torch.Tensor) -> bool:
-    """Return whether a cache [N, 1, P, 1, w] holds rows of latent attention, each both a key and (in part) a value."""
+    """Return whether a cache belongs to latent attention: [N, 1, P, 1, w], each row a key and, in part, a value."""
     return cache.shape[1] == 1
 
 
 def halves_of(latent_dim: int) -> int:
-    """Return the size of a cache's dimension 1: 2 for keys and values, 1 for latent attention, whose rows are both."""
+    """Return the size of a cache's dimension 1: 2 for keys and values, 1 for latent attention, whose rows are both.
+
+    latent_dim: 0 without latent attention.
+    """
     return 1 if latent_dim else 2
 
 
 def head_dim_of(cache: torch.Tensor) -> int:
-    """Return the head size in a cache [N, 2, P, K, w]."""
+    """Return the number of elements of a head in a cache [N, 2, P, K, w], without its scale."""
     return cache.shape[-1] - _SCALE_WIDTHS.get(cache.dtype, 0)

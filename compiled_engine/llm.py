@@ -83,7 +83,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts. The outputs are in the order of the prompts.
+        """Complete one or many prompts. Returns one output per prompt, in the order of the prompts.
 
         prompts: text, token ids (a list of integers is one prompt), or a dict with "prompt" (text),
             "prompt_token_ids", or both: the ids are run, and the text is RequestOutput.prompt. Or a list of these.
@@ -141,7 +141,7 @@ class LLM:
         continue_final_message: continue the last message instead.
         tools, chat_template_kwargs: values for the template. mm_processor_kwargs: arguments of the image processor.
 
-        Other arguments and errors: see `generate`.
+        Returns one output per conversation, in their order. Other arguments and errors: see `generate`.
         """
         refuse_arguments("chat", others)
         self._require_generating()
@@ -215,6 +215,7 @@ class LLM:
         """Return vectors for one or many prompts, computed with a pooling model.
 
         prompts, lora_request: see `generate`.
+        pooling_params: options of pooling for all prompts; None for the defaults.
         pooling_task: embed or classify, whichever the model does; or token_embed or token_classify, for a result per
             token.
         prompt_name: name of one of the checkpoint's prompts, which is put before each text.
@@ -304,7 +305,7 @@ class LLM:
         return True
 
     def reset_mm_cache(self) -> None:
-        """Forget the processed images in host memory."""
+        """Drop the processed images that are kept in host memory."""
         self._require_open()
         self._frontend.features.images.forget()
 
@@ -363,7 +364,7 @@ class LLM:
             core.call(ControlCall("resume"))
 
     def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache sleep: `sleep` was called, and `wake_up` not yet for both."""
+        """Return whether weights or KV cache are asleep: `wake_up` has not been called for them since `sleep`."""
         sleeping: bool = self._require_open().call(ControlCall("is_sleeping"))
         return sleeping
 
@@ -468,9 +469,9 @@ class LLM:
         patience_s: float = 0.0,
         arrivals: Arrivals | None = None,
     ) -> list[Any]:
-        """Run `requests`, or the requests of `arrivals`. Returns their outputs in the order of the prompts.
+        """Run `requests`, or the requests of `arrivals`. Return their outputs in the order of the prompts.
 
-        `stage` names this work in progress reports. See Progress for `patience_s`.
+        stage: name of this work in progress reports. patience_s: see Progress.
         """
         total = len(requests) if arrivals is None else len(arrivals)
         finished: dict[str, Any] = {}
@@ -496,7 +497,7 @@ class LLM:
         return [finished[request_id] for request_id in ids]
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
-        """Run pooling requests. Returns them in their order when all have ended."""
+        """Run pooling requests. Return them, in the same order, when all have ended."""
         self._ready_core(requests)
         return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
@@ -534,7 +535,10 @@ class LLM:
 
 @bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
-    """Start an engine and return its parts. PyTorch is imported only here, while the GPU's context is created."""
+    """Start an engine with these keywords of `LLM`, and return its parts.
+
+    PyTorch is imported only here, while the GPU's context is created.
+    """
     if "torch" not in sys.modules:
         init_cuda(given_device(keywords), runs_here=core_has_device(keywords))
     with timeline.span("import torch"), collection_paused():

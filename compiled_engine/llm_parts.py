@@ -1,4 +1,4 @@
-"""Start the engine of an `LLM` and make its parts. Importing this module imports PyTorch."""
+"""Starts the engine of an `LLM` and makes its parts. Importing this module imports PyTorch."""
 
 from __future__ import annotations
 

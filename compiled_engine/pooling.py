@@ -1,4 +1,4 @@
-"""Values that describe the steps from hidden states to vectors or scores: pooling, head, activation.
+"""Defines how hidden states become vectors or scores: pooling, head, activation.
 
 models/checkpoint/pooling_folder.py makes these values from a checkpoint's files.
 """
@@ -36,7 +36,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Pooling:
-    """A model's steps from hidden states to the result of a request."""
+    """The steps by which a model turns hidden states into the result of a request."""
 
     task: str  # embed or classify
     kinds: tuple[str, ...]  # of KINDS; several are concatenated
@@ -81,9 +81,9 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """Return a PoolerConfig. `value` may be a PoolerConfig, a mapping, or the text of a JSON object.
+        """Return `value` as a PoolerConfig: a PoolerConfig, a mapping, or the text of a JSON object.
 
-        Raises TypeError or ValueError naming the key and the value.
+        Raises TypeError or ValueError, whose message has the key and the value.
         """
         if isinstance(value, PoolerConfig):
             return value
@@ -102,7 +102,7 @@ class PoolerConfig:
         return made
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for a value that is not allowed."""
+        """Raise TypeError or ValueError if a field has a value that is not allowed."""
         for name in ("pooling_type", "seq_pooling_type"):
             kind = getattr(self, name)
             if kind is not None and str(kind).lower() not in KINDS_BY_NAME:

@@ -1,7 +1,7 @@
 """Values that describe quantised linears: schemes, and rules that assign schemes to modules.
 
-A scheme describes how a linear's weight and inputs are rounded: the element format, and the tile of elements that share
-a scale. models/checkpoint converts a checkpoint's description to these values.
+A scheme describes how a linear's weight and inputs are quantised: the element format, and the tile of elements that
+share a scale. models/checkpoint converts a checkpoint's description to these values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Element(NamedTuple):
     """
 
     dtype: torch.dtype  # of stored codes
-    largest: float  # magnitude of the value of a tile's largest element
-    deviation: float  # of the values of random codes: normal floating-point ones, or integers that are equally likely
+    largest: float  # magnitude that a tile's largest element has before it is multiplied by the scale
+    # Standard deviation of the values of random codes: normal floating-point ones, or integers that are equally likely.
+    deviation: float
     zero: int | None = None  # the integer code of 0, for all tiles
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
@@ -59,7 +60,10 @@ _REORDERED = ", columns reordered"
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """An element format, and the size of the tiles that share a scale each. 0 rows or columns: all of the matrix."""
+    """How a matrix is quantised: an element format, and the size of the tiles that share a scale each.
+
+    rows or columns 0: a tile spans all rows or all columns of the matrix.
+    """
 
     element: str
     rows: int
@@ -112,9 +116,9 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """The rounding of a linear's weight [N, K], of N outputs and K inputs, and of its inputs [T, K], of T tokens.
+    """How a linear's weight [N, K] (N outputs, K inputs) and its inputs [T, K] (T tokens) are quantised.
 
-    If `inputs` is None, the inputs are not rounded.
+    If `inputs` is None, the inputs are not quantised.
     """
 
     weight: Rounding
@@ -134,11 +138,11 @@ class LinearScheme(NamedTuple):
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that divide a part of a weight, of num_rows rows and num_columns columns.
+        """Return the scheme for a part of the weight, [num_rows, num_columns], with tiles that divide the part evenly.
 
         Each size of a tile becomes its greatest common divisor with the part's size. Tiles that span all rows become
-        single rows; tiles that span all columns stay as they are. The columns of input tiles are reduced like the
-        weight's. num_columns 0: no columns change.
+        single rows; tiles that span all columns stay as they are. The columns of input tiles are reduced like those of
+        the weight's tiles. num_columns 0: the columns of tiles do not change.
         """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
@@ -186,9 +190,9 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """Return the scheme of the linear `module` (its name), or None if it is not quantised.
+        """Return the scheme of the linear with the name `module`, or None if it is not quantised; see `why_not`.
 
-        `why_not` returns the reason for None.
+        Targets that are the exact name come first, then regular expressions, then "Linear".
         """
         if self._ignoring(module) is not None:
             return None

@@ -1,4 +1,7 @@
-"""Names of the quantisations that options accept. Options are read before torch is imported, so this file is apart."""
+"""Names of the quantisations that options accept, in a file that does not import torch.
+
+Options are read before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,5 @@ ONLINE = {
 }
 # The method of GPT-OSS: experts in four bits, with powers of two as scales.
 MXFP4 = "mxfp4"
-# Values of quant_method in quantised checkpoints that are read.
+# Values of quant_method that are supported in quantised checkpoints.
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", MXFP4)

@@ -112,7 +112,7 @@ def described(declaration: Declaration) -> str:
 
 
 def bounds(schema: JsonSchema) -> str:
-    """Return the bounds of a number's schema in words; empty without bounds."""
+    """Return the bounds of a number's schema in words; empty if it has no maximum, and for seeds of 64 bits."""
     most = schema.get("maximum")
     if most is None or most == 2**64 - 1:  # every seed
         return ""
@@ -145,9 +145,10 @@ def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any]
 
 
 def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str, Any]:
-    """Return the mapping `value`, which may also be JSON; an empty mapping for None. Raises TypeError or ValueError.
+    """Return `value`, a mapping or the JSON text of one, as a mapping; an empty mapping for None.
 
-    `name` and `allowed` are for errors: the option's name and what it must be.
+    `name` and `allowed` are for errors: the option's name and what it must be. Raises TypeError or ValueError for other
+    values.
     """
     if isinstance(value, str):
         try:
@@ -171,9 +172,9 @@ def integer(least: int = 1, most: int | None = None) -> Kind:
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
-    """Return the kind of finite numbers for which `holds` is True.
+    """Return a Kind for finite numbers for which `holds` is True.
 
-    `allowed` has the bounds in words, such as "above 0".
+    `allowed` has the bounds in words, such as "above 0", for errors.
     """
 
     def is_number(value: Any) -> bool:
@@ -195,9 +196,9 @@ def text(allowed: str = "text", *, may_be_empty: bool = False) -> Kind:
 
 
 def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
-    """Return the kind of paths, as text or Path.
+    """Return a Kind for paths, as text or Path. `allowed` describes the paths in errors.
 
-    `format` is "path", or another format for text that need not be a path.
+    `format` is the format in the JSON schema: "path", or another one for text that need not be a path.
     """
     check = require(allowed, lambda value: isinstance(value, str | Path), lambda value: value != "")
     return Kind(check, {"type": "string", "format": format})
@@ -206,7 +207,7 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
 def a_list(
     item: JsonSchema, allowed: str = "", holds: Callable[[Any], bool] = lambda entry: True, *, secret: bool = False
 ) -> Kind:
-    """Return the kind of tuples with entries for which `holds` is True. `allowed` describes these entries in errors.
+    """Return a Kind for tuples whose entries all make `holds` True. `allowed` describes such entries in errors.
 
     `item` is the JSON schema of an entry. With `secret`, errors do not show entries.
     """
@@ -223,7 +224,7 @@ def a_list(
 
 
 def sizes() -> Kind:
-    """Return the kind of tuples of integers of at least 1."""
+    """Return a Kind for tuples of integers that are each at least 1."""
     at_least_1 = {"type": "integer", "minimum": 1}
     return a_list(at_least_1, "integers of at least 1", lambda size: is_integer(size) and size >= 1)
 

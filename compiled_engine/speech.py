@@ -27,7 +27,7 @@ class SpeechDescription:
 
 @dataclass(frozen=True)
 class MelSettings:
-    """How features follow from samples, for those extractors that `features/speech/log_mel.py` computes."""
+    """Parameters of the features of audio, for the feature extractors that `features/speech/log_mel.py` implements."""
 
     rate: int  # samples per second
     num_samples: int  # of a clip; silence is added to a shorter one
@@ -37,17 +37,20 @@ class MelSettings:
 
 @dataclass(frozen=True)
 class SpeechRules:
-    """The rules of a checkpoint for transcriptions. All values but `most_tokens` and `latest_first` are token ids."""
+    """A checkpoint's special tokens and limits for transcriptions.
+
+    All values but `most_tokens` and `latest_first` are token ids.
+    """
 
     start: int  # the first token of a prompt
-    no_timestamps: int  # the timestamps of a window follow it, from its beginning on, one for each encoder position
+    no_timestamps: int  # the next ids are the timestamps of a window, one for each encoder position, in order
     eos: int
     most_tokens: int  # of a prompt and its text
     languages: Mapping[str, int]  # code -> token; empty for a model of English alone
     tasks: Mapping[str, int]
     suppressed: tuple[int, ...]
-    suppressed_first: tuple[int, ...]  # as the first token of a text
-    before_context: int | None  # the token before the text that precedes the audio's; None: there may be no such text
+    suppressed_first: tuple[int, ...]  # suppressed as the first token of a text
+    before_context: int | None  # the token before a context, which is a text before the audio's; None: no context
     latest_first: int | None  # most encoder positions before the first timestamp; None: no limit
 
     @property
@@ -57,19 +60,19 @@ class SpeechRules:
 
 @dataclass(frozen=True)
 class SpeechConfig:
-    """The audio of prompts: how clips are read, and limits of their keys and values on the device."""
+    """Configuration of audio in prompts: how clips are read, and how many have keys and values on the device."""
 
     num_slots: int  # clips whose keys and values are on the device; each running request holds one
     step_clips: int  # most clips that a step encodes
     encoder_backend: str  # attention backend of the encoder
     num_workers: int  # processes that decode audio, and compute features that the device does not compute
     cache_bytes: int  # samples and features kept in each process that takes requests
-    rules: SpeechRules | None = None  # None if the checkpoint states none; it then serves prompts alone
+    rules: SpeechRules | None = None  # None if the checkpoint has none; transcriptions are then refused
     mel: MelSettings | None = None  # set if the device computes the features of clips, from samples
 
 
 def require_rules(config: SpeechConfig | None) -> SpeechRules:
-    """Return the rules by which a model transcribes. Raises ValueError for a model that cannot.
+    """Return the rules by which a model transcribes. Raises ValueError for a model that cannot transcribe.
 
     config: None for a model that takes no audio.
     """

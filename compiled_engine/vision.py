@@ -14,7 +14,7 @@ MOST_ASPECT = 200
 
 @dataclass(frozen=True)
 class VisionDescription:
-    """A vision tower, and the way in which the text model reads its embeddings.
+    """A vision tower, and the way in which the text model reads the tower's embeddings.
 
     A tower reads grids or tiles. A grid is an image cut into patches; it may have any number of rows and columns. A
     tile is an image, or a part of one, of a fixed size. `tile_size` is 0 for grids.
@@ -37,7 +37,7 @@ class VisionDescription:
     mrope_interleaved: bool = False  # the frequencies of the three dimensions alternate
     both_ways: bool = False  # an image's tokens see the image's later tokens too
     both_ways_in_windows: bool = False  # only in layers with a sliding window, and only within it
-    # The token whose embeddings of each layer the tokens of images have (Gemma 4); None: layers have none of their own.
+    # In each layer, image tokens have the layer's embedding of this token (Gemma 4); None: layers have no embeddings.
     layer_token_id: int | None = None
     # Grids.
     temporal_patch_size: int = 1  # frames in a patch
@@ -50,8 +50,8 @@ class VisionDescription:
     tile_size: int = 0  # pixels on a side
     tile_patches: int = 0  # patches of a tile, the class token included
     tile_embeddings: int = 0  # embeddings of a tile
-    # Heights and widths, in pixels, of which an image is given the best one. It is cut into tiles that follow one of
-    # the whole image; the embeddings of padding are left out, and each row ends in a further embedding (LLaVA-NeXT).
+    # Pairs (height, width) in pixels; an image is scaled to the best of them (LLaVA-NeXT). Its tiles follow a tile of
+    # the whole image. Embeddings of padding are left out, and each row of embeddings ends in a further embedding.
     resolutions: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -97,9 +97,9 @@ class VisionDescription:
         return self.most_embeddings(max_pixels) * self.merged_patches
 
     def most_tiles(self, num_embeddings: int) -> int:
-        """Return an upper bound on the tiles of images that together have `num_embeddings` embeddings.
+        """Return an upper bound on the number of tiles of images that together have `num_embeddings` embeddings.
 
-        The bound has room for at least one tile or, with `resolutions`, for one image. It relies on every image having
+        The bound is at least one tile or, with `resolutions`, the tiles of one image. It relies on every image having
         at least the embeddings of one tile.
         """
         whole = max(1, num_embeddings // self.tile_embeddings)

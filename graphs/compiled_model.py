@@ -33,7 +33,10 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """How often this process compiled the model, and into how many unique pieces. Both are 0 after a cache hit."""
+    """Counts how often this process compiled the model (`traces`), and the unique pieces that it compiled (`compiles`).
+
+    Both are 0 after a cache hit.
+    """
 
     traces: int
     compiles: int
@@ -46,7 +49,7 @@ class BoundRange:
     compile_range: CompileRange
     call: Forward
     ends_at_logits: bool = False  # a forward that returns the logits of all tokens; others return hidden states
-    received_row_bytes: int = 0  # bytes per token that it reads from `CompiledModel.received`
+    received_row_bytes: int = 0  # bytes per token that the callable reads from `CompiledModel.received`
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class CompiledModel:
     direct: frozenset[str]  # pieces that Inductor did not compile
     lookup: Lookup
     counts: CompileCounts
-    # Set if this is a part of the model that runs apart: a function that completes its bound ranges, and the tensor in
-    # which they find values of another part, uint8 (None: they read none).
+    # Only for a part of the model that runs separately, such as a pipeline stage. wrap: completes a bound range.
+    # received: the tensor (uint8) from which bound ranges read values of another part; None: they read none.
     wrap: Callable[[CompiledRange, BoundRange], BoundRange] | None = None
     received: torch.Tensor | None = None
 

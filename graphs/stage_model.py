@@ -16,9 +16,10 @@ from compiled_engine.parallel.rank_share import LayerShare
 def stage_model(compiled: CompiledModel, stage: LayerShare, most_tokens: int, device: torch.device) -> CompiledModel:
     """Return the part of the compiled model that `stage` runs, for steps of up to `most_tokens` tokens.
 
-    The stage's forwards take the whole model's arguments, and read the previous stage's activations from the result's
-    tensor `received` on `device`. In all stages but the last, they return activations for the next stage instead of
-    hidden states or logits. Raises ValueError as `stage_plan` does.
+    The stage's forwards take the whole model's arguments, and read the previous stage's activations from the tensor
+    `received` of the returned model, which is on `device`. In all stages but the last, the forwards return activations
+    for the next stage instead of hidden states or logits. If there is only one stage, `compiled` itself is returned.
+    Raises ValueError if `stage_plan` does.
     """
     if stage.count == 1:
         return compiled

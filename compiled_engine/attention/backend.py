@@ -27,7 +27,7 @@ PACKAGES |= {"invariant_cpp": "torch", "invariant_triton": "triton"}
 class AttentionBackend(Protocol):
     """Computes attention and writes the KV cache. A backend has no state.
 
-    `accept` returns in which CUDA graphs its methods may be captured. By default a backend plans nothing and has no
+    `accept` returns in which CUDA graphs its methods may be captured. By default, `plan` does nothing and there are no
     kernels for unrotated queries.
     """
 
@@ -41,7 +41,7 @@ class AttentionBackend(Protocol):
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         """Return the length of `work_W` for batches of up to num_tokens tokens and num_requests requests.
 
-        0 for a backend that plans nothing.
+        work_W: see AttentionInputs; its length is 0 if `plan` does nothing.
         """
         return 0
 
@@ -76,7 +76,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Write causal attention over the cache to `out_THd`.
 
-        q and out may have more tokens than the rows together: padding, whose output is not read.
+        Tokens of q and out beyond the batch's last request are padding, whose output is not read.
         """
         ...
 
@@ -109,8 +109,8 @@ class AttentionBackend(Protocol):
     ) -> bool:
         """Norm and rotate q and k, store k and v, and attend, if one kernel does all of it for the batch.
 
-        Returns False, with nothing done, if there is no such kernel. The slot of a row with one query must be that of
-        the row's last position, or -1.
+        Returns True if it did, and False, with nothing done, if there is no such kernel. The slot of a request with one
+        query must be the slot of the request's last position, or -1.
         """
         return False
 
@@ -142,7 +142,7 @@ class AttentionChoice:
     backend: str
     block_size: int
     cases: tuple[AttentionCase, ...]  # the cases of the model's layers
-    support: Support  # the backend's support of all of them
+    support: Support  # the backend's support of all cases
     reasons: dict[str, str]  # reasons of values that were "auto", by config field
 
 
@@ -185,7 +185,7 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
 
 
 def captured_always(cases: Sequence[AttentionCase]) -> list[str]:
-    """Return the backends that can be captured in any CUDA graph for these cases."""
+    """Return the names of the backends that can be captured in any CUDA graph for all of these cases."""
     names = []
     for name in BACKENDS:
         try:

@@ -23,7 +23,7 @@ def require(holds: bool, field: str, value: object, allowed: str) -> None:
 
 
 def names_of(values: Sequence[object]) -> str:
-    """Return the allowed values, separated by commas, for a message."""
+    """Return `values` as text, separated by commas, for an error message that says what is allowed."""
     return ", ".join(map(str, values))
 
 
@@ -75,7 +75,7 @@ class AttentionCase:
         require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
 
     def require_paged(self) -> KVFormat:
-        """Raise Refused unless the case is one of attention over a paged cache; returns the format of the cache.
+        """Return the format of the paged cache. Raises Refused unless the case is attention over such a cache.
 
         num_kv_heads must divide num_heads, and values have head_dim elements. Attention must be causal, and the cache
         must have the dtype of queries or 8 bits, and no latent rows.
@@ -93,7 +93,7 @@ class AttentionCase:
         return self.cache
 
     def require_latent(self) -> KVFormat:
-        """Raise Refused unless the case is one of attention over a paged cache of latent rows; returns its format.
+        """Return the format of the cache. Raises Refused unless the case is attention over paged latent rows.
 
         Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries.
         """
@@ -135,9 +135,10 @@ def cases_of(
 
 
 def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Return the case for which attention is planned once per step; None if each layer must plan.
+    """Return the case with which AttentionBackend.plan can plan the attention of all layers at once; None without one.
 
-    Layers with and without a window or sinks can share a plan, but layers with different heads cannot.
+    cases: those of the model's layers. Layers with and without a window or sinks can share a plan, but layers with
+    different heads cannot.
     """
     shapes = {replace(case, sliding_window=0, sinks=False) for case in cases}
     return shapes.pop() if len(shapes) == 1 else None
@@ -152,12 +153,12 @@ class GraphSupport(Enum):
 
 
 def no_short_contexts(num_requests: int) -> tuple[int, ...]:
-    """Return an empty tuple: there are no special kernels for short contexts."""
+    """Implement Support.short_contexts for a backend without special kernels for short contexts: return ()."""
     return ()
 
 
 def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all `contexts`: special kernels up to each of these lengths also serve requests with drafts."""
+    """Implement Support.contexts_of_drafts if all special kernels serve requests with drafts: return `contexts`."""
     return contexts
 
 
@@ -173,7 +174,7 @@ class Support:
     records_decodes: bool = False  # on a CPU, the calls for decodes depend only on their number
     # Maps a number of decodes to the context lengths, ascending, up to which special kernels serve them.
     short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
-    # Of these lengths, returns those up to which special kernels also serve requests with drafts.
+    # Maps (number of requests, these lengths) to the lengths up to which special kernels serve requests with drafts.
     contexts_of_drafts: Callable[[int, tuple[int, ...]], tuple[int, ...]] = all_contexts
 
     @classmethod

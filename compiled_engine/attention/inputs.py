@@ -44,6 +44,8 @@ Fill = Callable[[Mapping[str, torch.Tensor], Any], torch.Tensor]
 class AttentionInputs:
     """The inputs of attention in a batch, whose decodes come first.
 
+    A row is a run of consecutive tokens of a request, usually its only one; see host_3 for several rows.
+
     query_start_loc_R1: int32 [R+1], start of each row's tokens. Tokens from the last entry on, if any, are padding.
     seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads nothing
         and whose output is zeros.
@@ -116,12 +118,12 @@ class Rotation(NamedTuple):
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
-    """Return the inputs among the arguments of an attention op."""
+    """Return the AttentionInputs whose fields are the last arguments of an attention op."""
     return AttentionInputs(*arguments[-len(FIELDS) :])
 
 
 def without_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an attention op without those that `inputs_of` reads."""
+    """Return the arguments of an attention op without the last ones, the fields of AttentionInputs."""
     return arguments[: -len(FIELDS)]
 
 
@@ -166,7 +168,7 @@ ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
 
 
 def request_of_tokens(step: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the row of each token, int64 [T], for use in a StepTensor.fill; arbitrary for padding tokens."""
+    """Return the index in the batch of each token's request, int64 [T], for StepTensor.fill; arbitrary for padding."""
     ends_R = step["attention_inputs.query_start_loc_R1"][1:].contiguous()
     tokens_T = torch.arange(step["positions_T"].shape[0], dtype=torch.int32, device=ends_R.device)
     return torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
@@ -201,9 +203,10 @@ _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.
 
 
 def tensors_of_model(token_types: int, *, length_angles: bool = False) -> tuple[StepTensor, ...]:
-    """Return the additional step tensors of a model: token types, if it has any, and the lengths of angles.
+    """Return the additional step tensors that a model needs: TOKEN_TYPES, ANGLE_LENGTHS, both or none.
 
-    length_angles: the model's rotary angles depend on a request's length.
+    token_types: the number of the model's token types, 0 without any. length_angles: the model's rotary angles depend
+    on a request's length.
     """
     return (*((TOKEN_TYPES,) if token_types else ()), *((ANGLE_LENGTHS,) if length_angles else ()))
 

@@ -28,7 +28,7 @@ E4M3_CAPABILITY = (8, 9)
 
 @cache
 def kernels_convert(cache_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether kernels can convert the elements of a cache on a GPU. Otherwise torch's own ops convert them."""
+    """Return whether kernels on this GPU can convert elements of this cache dtype. Otherwise torch's ops must do so."""
     return cache_dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
 
 
@@ -48,7 +48,7 @@ def planes(kv_cache_N2PKd: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Quantise values for a cache of this dtype; returns codes as bytes [T, K, d], and for int8 scales [T, K].
+    """Quantise values for a cache of this dtype. Returns (codes as bytes [T, K, d],), and for int8 also scales [T, K].
 
     scale_K: scales of an FP8 cache, fp32; None: 1.
     """
@@ -73,8 +73,8 @@ def decoded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a dequantised cache and its block table, for the first `length` positions of each request.
 
-    An 8-bit cache is replaced by one in fp32 with only these blocks, [R * B, 2, P, K, d]; any other is returned
-    unchanged.
+    An 8-bit cache is replaced by an fp32 cache with only the requests' blocks, [R * B, 2, P, K, d]. Any other cache is
+    returned unchanged.
     """
     if not is_coded(kv_cache_N2PKd.dtype):
         return kv_cache_N2PKd, block_table_RB

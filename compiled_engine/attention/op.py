@@ -38,7 +38,7 @@ _TYPES: dict[Any, str] = {
 ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
 # Called in place of an attention op, with its function and its arguments.
 OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
-# The argument that the values lack.
+# The argument that the functional stand-ins lack.
 _OUT = re.compile(r"Tensor\(\w!\) out_THd, ")
 
 
@@ -219,7 +219,7 @@ def _never_executed(*arguments: object) -> NoReturn:
 
 
 def _like_queries(q_THd: torch.Tensor, v_TKd: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return an uninitialised tensor with the heads of q and the head size of v."""
+    """Return an uninitialised tensor with the heads of q and the head size of v. options: those of empty_like."""
     value_dim = v_TKd.shape[-1]
     return torch.empty_like(q_THd if q_THd.shape[-1] == value_dim else q_THd[..., :value_dim], **options)
 
@@ -233,7 +233,9 @@ def _fake_of_reading(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
 
 
 def _define_value(op: torch.library.CustomOpDef, fake: Callable[..., torch.Tensor] = _fake) -> None:
-    """Define the functional op `NAME_value` for traces. It returns out instead of writing it, and cannot be run.
+    """Define the functional stand-in `NAME_value` of an op, for traces.
+
+    The stand-in returns the result that the op writes to out_THd. It cannot be run.
 
     fake: returns a tensor like the result.
     """
@@ -272,7 +274,7 @@ def attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the result of `attention`, by a call of its functional stand-in while a tracer runs; see the module."""
+    """Return the result of `attention`. While a tracer runs, call its functional stand-in instead; see the module."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
@@ -290,7 +292,7 @@ def attend_or_value(
 ) -> torch.Tensor:
     """Return the result of `attention` over a cache to which another layer has written this step's keys and values.
 
-    While a tracer runs, it calls the op's functional stand-in.
+    While a tracer runs, call the op's functional stand-in instead.
     """
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     if torch.compiler.is_compiling():
@@ -310,7 +312,7 @@ def packed_attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the result of `packed_attention`, by a call of its functional stand-in while a tracer runs."""
+    """Return the result of `packed_attention`. While a tracer runs, call its functional stand-in instead."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())

@@ -35,9 +35,10 @@ def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -
 
 @triton.jit
 def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the row of a key in a cache without scales, viewed as [N * 2 * P, K * d]; its value is P rows further.
+    """Return the row of a key in a cache without scales, viewed as [N * 2 * P, K * d]; the value is P rows further.
 
-    key: its position in the request, or its slot. The row has 64 bits: a cache may hold more than 2**31 elements.
+    key: the key's position in its request, or its slot. The result is int64, since a cache may hold more than 2**31
+    elements.
     """
     return block.to(tl.int64) * (2 * BLOCK_SIZE) + key % BLOCK_SIZE
 
@@ -108,7 +109,7 @@ def load_scales(
 
 @triton.jit
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
-    """Return queries x in the type in which they are multiplied by elements of the cache.
+    """Return queries x in the type in which they are multiplied by elements of the cache. element: the cache's type.
 
     For 8-bit codes, bfloat16 queries become float16, since one or two instructions convert the codes to float16
     exactly.
@@ -121,7 +122,7 @@ def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return a cache's elements as numbers of this type. The bias of int8 codes is subtracted; no scale is applied."""
+    """Return elements of a cache as numbers of type dtype: int8 codes without their bias. No scale is applied."""
     if codes.dtype == tl.uint8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16; its lowest byte holds the code.
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)
@@ -133,14 +134,14 @@ def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def int8_scale(largest: tl.tensor) -> tl.tensor:
-    """Return the scale of int8 heads with these largest magnitudes, as bits of bfloat16 in an int16."""
+    """Return the scale of int8 heads whose largest magnitudes are `largest`, as bits of bfloat16 in an int16."""
     bits = tl.maximum(tl.div_rn(largest, INT8_LARGEST), LEAST_SCALE).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def wide_scale(bits: tl.tensor) -> tl.tensor:
-    """Return the fp32 value of these bits of a positive bfloat16."""
+    """Return the fp32 values of positive bfloat16 numbers that are given as bits in int16."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -208,7 +209,7 @@ def rounded_heads(
 
 @triton.jit
 def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the codes [D] of one head and their scale, and store the scale if they are int8. See rounded_heads."""
+    """Return (codes [D] of one head, their scale), and store the scale if the cache is int8. See rounded_heads."""
     x_D = x_D.to(tl.float32)
     if dtype == tl.uint8:
         stored = int8_scale(tl.max(tl.abs(x_D), 0))

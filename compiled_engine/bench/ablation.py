@@ -89,14 +89,14 @@ class Plan:
     shape: str | None
     workload: AblationWorkload
     variants: tuple[Variant, ...]
-    # On it, quantised variants are compared with the whole engine; None without such variants.
+    # The text on which quantised variants are compared with the whole engine; None without such variants.
     text: TextWorkload | None
     sizes: ModelSizes
     notes: tuple[str, ...]
 
 
 def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Plan:
-    """Plan an ablation. options: the user's engine options.
+    """Return the plan of an ablation. options: the user's engine options. shape: name of a known shape, for the result.
 
     Raises ValueError, TypeError or OSError if something that is asked for cannot be measured.
     """
@@ -207,8 +207,9 @@ def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, p
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload, with the user's choices in place of defaults. The length of prefills is cut to the
-    context length.
+    """Return the default workload, with the user's choices in place of defaults.
+
+    The length of prefills is cut to the context length.
     """
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
@@ -230,7 +231,7 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
 
 
 def _most_tokens(images: ImagesConfig, side: int) -> int:
-    """Return the most tokens of an image with this many pixels on a side."""
+    """Return the largest number of tokens that an image with `side` pixels on each side may have."""
     vision = images.vision
     if vision.tile_size or vision.stated_positions:  # the size follows from the processor
         return images.most_embeddings
@@ -246,7 +247,7 @@ def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration for these options. Raises ValueError if nothing can be compiled with them."""
+    """Return the configuration for these options. Raises ValueError if they rule out compilation."""
     config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")
@@ -261,7 +262,7 @@ EXTRA_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Preparation:
-    """Plan for filling the compile cache before the measurement, by processes that each start one variant."""
+    """The way to fill the compile cache before the measurement: processes that each start one variant."""
 
     at_a_time: int  # concurrent processes
     num_blocks: int  # size of each KV cache
@@ -328,7 +329,7 @@ def measure(
 def _prepare(
     chosen: Sequence[Variant], shared: Mapping[str, Any], preparation: Preparation, progress: Progress, run: Run
 ) -> dict[str, str]:
-    """Start once each variant that has something to compile, and return the errors by variant name."""
+    """Start each variant that has something to compile once, and return the errors of failed starts by variant name."""
     compiled = [variant for variant in chosen if variant.compiles or preparation.eager]
     errors: dict[str, str] = {}
 

@@ -54,9 +54,11 @@ def compare(
 ) -> dict[str, Any]:
     """Compare greedy generation of `output_len` tokens, for one request and for `num_requests` requests at once.
 
-    ways: keys of WAYS; empty for all. The engine and the ways take turns, `repeats` times after a warm-up. On a CPU,
-    each way is measured with one thread and with all threads, while the engine chooses its number of threads itself.
-    All prompts have the same length, so that nothing is padded.
+    model: folder of a checkpoint; None for the bundled model. mode: the engine's. ways: keys of WAYS; empty for all.
+
+    The engine and the ways take turns, `repeats` times after a warm-up. On a CPU, each way is measured with one thread
+    and with all threads, while the engine chooses its number of threads itself. All prompts have the same length, so
+    that nothing is padded.
 
     Returns results with "one" and "many". Both have engine (tokens per second with median and spread), transformers (a
     list of way, threads, tokens_per_s), fastest (the entry of that list with the highest median), and ratio (the
@@ -118,7 +120,10 @@ def _take_turns(
     repeats: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float], dict[tuple[str, int], list[float]]]:
-    """Return tokens per second in each repeat, of the engine and of each of `theirs`. The engine runs first."""
+    """Return tokens per second in each repeat, of the engine and of each contender in `theirs`; the engine runs first.
+
+    advance: called with 1 after each run. Raises RuntimeError if a contender generates a wrong number of tokens.
+    """
     ours: list[float] = []
     others: dict[tuple[str, int], list[float]] = {key: [] for key in theirs}
     for repeat in range(repeats + 1):  # the first is warm-up
@@ -140,7 +145,7 @@ def _engine(llm: LLM, params: SamplingParams, batch: Prompts) -> int:
 
 
 def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contender:
-    """Return a function that generates `output_len` tokens for each prompt greedily, in this way of transformers."""
+    """Return a function that generates `output_len` tokens per prompt greedily. way: a key of WAYS."""
     generation = GenerationConfig(max_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0)
     if way == "continuous":
         generation.eos_token_id = -1
@@ -173,7 +178,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
 
 
 def _thread_counts(device: torch.device) -> list[int]:
-    """Return the thread counts to measure: on a CPU one and all, as the best depends on the batch, else the default."""
+    """Return the thread counts to measure: on a CPU 1 and all, as the best depends on the batch; else the default."""
     threads = torch.get_num_threads()
     return sorted({1, threads}) if device.type == "cpu" else [threads]
 

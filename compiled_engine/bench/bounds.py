@@ -68,7 +68,7 @@ class ModelSizes:
 
 
 class Chunk(NamedTuple):
-    """A request in a step: its tokens computed before, its new tokens, and whether it samples."""
+    """A request's part in a step: how many tokens were computed before, how many are new, and whether it samples."""
 
     context: float
     new: int
@@ -145,7 +145,7 @@ def _experts_per_token(config: ModelConfig) -> int:
 
 
 def _states(config: ModelConfig) -> list[RowState]:
-    """Return the states that a step reads and writes, without the room for drafts."""
+    """Return the recurrent states that a step reads and writes for a request, without the room for drafts."""
     if (recurrences := config.recurrences) is None:
         return []
     return without_drafts(recurrences.states, recurrences.num_drafts)
@@ -243,7 +243,10 @@ def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
 
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
-    """Return the bytes of a common prefix's keys and values, without layers whose window may exclude the prefix."""
+    """Return the bytes of keys and values of a common prefix, except in layers whose window may exclude the prefix.
+
+    context: tokens of the prefix.
+    """
     return context * sum(layer.kv_bytes for layer in sizes.attention if layer.window is None)
 
 
@@ -320,7 +323,10 @@ ATTEMPTS = 5
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the rates of the device: known ones, else measured ones, in about a second. dtype: of matrix products."""
+    """Return the known rates of the device. If none are known, measure them, which takes about a second.
+
+    dtype: that of the matrix products.
+    """
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         if name in KNOWN:
@@ -329,7 +335,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure the device's rates: the best of a few large copies and of a few square matrix products in `dtype`."""
+    """Measure and return the device's rates: the best of a few large copies and of a few square products in `dtype`."""
     num_bytes = COPY_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)

@@ -47,7 +47,8 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
 def head_of(model: ModelConfig) -> dict[str, Any]:
     """Return the content of config.json of a typical EAGLE-3 head for this model: one layer of the model's shape.
 
-    Values that the configuration of a model of transformers' code lacks are replaced by usual ones.
+    Values that the model's configuration lacks are replaced by usual ones. It may lack some if transformers' code runs
+    the model.
     """
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -37,7 +37,7 @@ def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
-    """Return a Chunk for each request of the middle one of the steps that `mixed_step_ms` measures.
+    """Return the chunks, one per request, of an average step that `mixed_step_ms` measures with the same arguments.
 
     The lower bound of a step's time is computed from these chunks.
     """
@@ -110,7 +110,10 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
 def decodes(
     llm: LLM, generator: random.Random, num_requests: int, context: int, output_len: int
 ) -> Iterator[EngineCore]:
-    """Yield the engine core while this many requests decode. They are aborted after the block."""
+    """Yield the engine core while num_requests requests decode. These requests are aborted after the block.
+
+    context: prompt tokens of each request. output_len: the most tokens that each request generates.
+    """
     core = llm.core
     prompts = random_prompts(llm, generator, [context] * num_requests)
     requests = [_request(f"decode-{i}", prompt, output_len) for i, prompt in enumerate(prompts)]
@@ -205,9 +208,9 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine metrics that show how the number of drafts and their sharpness are chosen.
+    """Return the engine metrics that show how the number of drafts and their sharpness are chosen, if they adapt.
 
-    Empty if both are fixed. Includes the number of requests that stopped drafting, if any did.
+    Includes `rested`, the number of requests that stopped drafting, if any did. Otherwise empty.
     """
     of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
     names = (*of_length, "draft_sharpness", "draft_sharpness_shares")
@@ -216,7 +219,10 @@ def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:
-    """Return a round's figures, see `step_split`, from the seconds of all its steps on host and device."""
+    """Return a round's figures, see `step_split`, from the seconds that all its steps took.
+
+    host_s: seconds on the host by lap. device_s: seconds on the device; None without CUDA.
+    """
     laps = {name: host_s.get(name, 0.0) for name in LAPS}
     wall = sum(laps.values())
     found: dict[str, float | None] = {name: seconds / num_steps * 1e6 for name, seconds in laps.items()}

@@ -20,7 +20,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 WINDOW = 512
 BASE = "float32"
-# Engine options of BASE and of what is compared with it.
+# Engine options of BASE and of the variants that are compared with it.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     BASE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -29,7 +29,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_folder(folder: str) -> dict[str, Mapping[str, Any]]:
-    """Return the variants that compare a quantised checkpoint with the one that it was made of."""
+    """Return the variants that compare the quantised checkpoint in `folder` with the checkpoint that it was made of."""
     return {BASE: VARIANTS[BASE], "bfloat16": VARIANTS["bfloat16"], folder: {"model": folder}}
 
 
@@ -66,16 +66,16 @@ def compare_losses(
 ) -> dict[str, Any]:
     """Compare the losses of engine variants on a text, and return the result as JSON.
 
-    options: engine options of all variants. variants: further engine options by name of the variant. If they have a
-    `model`, it takes the place of `model`. They are measured in this order, and the first must be BASE.
+    options: engine options of all variants. variants: further engine options by name of the variant. An option `model`
+    of a variant takes the place of the argument `model`. Variants are measured in this order; the first must be BASE.
 
     The keys are benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in
     nats. All rows but BASE's have, relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and
     same_best, the share of positions with the same most likely token. BASE's distributions are kept in memory, 4 bytes
     for each position and vocabulary entry.
 
-    Raises ValueError for a text of fewer than two tokens, for models that divide it into different tokens, and the
-    errors of LLM.
+    Raises ValueError for a text of fewer than two tokens, or if the variants' models divide the text into different
+    tokens, and the errors of LLM.
     """
     base: list[np.ndarray] = []
     base_windows: list[list[int]] = []
@@ -103,7 +103,7 @@ def score(
     base: Sequence[np.ndarray] | None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return (record, distributions) of a running engine on these windows.
+    """Return (record, distributions) of a running engine on these windows. advance: called with 1 after each window.
 
     The record has the mean loss in nats. With `base`, the distributions to compare with, it also has divergence (mean,
     p99) and same_best, and no distributions are returned. Without `base`, the engine's distributions are returned: for

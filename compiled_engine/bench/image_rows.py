@@ -134,7 +134,10 @@ def _generate_seconds(
     output_lens: Sequence[int],
     **sampling: Any,
 ) -> float:
-    """Return the seconds of one call of `generate` for prompts whose images precede their text."""
+    """Return the seconds of one call of `generate` for prompts whose images precede their text.
+
+    texts: the token ids of each prompt's text. sampling: further fields of SamplingParams.
+    """
     images_config = llm.config.images
     assert images_config is not None
     placeholder = images_config.vision.image_token_id

@@ -25,7 +25,7 @@ SHARD_BYTES = 4 << 30
 
 
 def write_random_checkpoint(folder: Path, shape: str, device: torch.device, progress: Progress) -> Path:
-    """Write a sharded safetensors checkpoint with an index and random weights of a known shape.
+    """Write a sharded safetensors checkpoint with an index and random weights of a known shape. Returns `folder`.
 
     Raises ValueError for a shape that is quantised.
     """
@@ -65,7 +65,7 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
-    """Read and load the checkpoint in turn, `repeats` times, in this process.
+    """Measure the rates of reading a checkpoint's files and of loading it, in turn, `repeats` times in this process.
 
     The page cache is left as it is. Returns a dict: `read_gb_per_s` and `load_gb_per_s` are the rates of all repeats,
     ascending; `load_over_read` is the ratio of their medians; `host_peak_bytes` is the peak of anonymous and shared

@@ -41,7 +41,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def pictures(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a dict for each plot of a result: `light` and `dark`, the PNG in base64 for both themes, and `text`."""
+    """Return a dict for each plot of a result: `text`, the plot's name; `light` and `dark`, PNGs in base64 by theme."""
     light, dark = draw(result, LIGHT), draw(result, DARK)
     return [
         {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light

@@ -65,7 +65,7 @@ def write_title(figure: Figure, title: str, subtitle: str, theme: Theme) -> None
 
 
 def finish(axes: Axes, theme: Theme) -> None:
-    """Remove the frame of `axes`, mute the ticks, and put the grid behind the data."""
+    """Style `axes` in the theme: its background, no frame, no tick marks, muted tick labels, grid behind the data."""
     axes.set_facecolor(theme.paper)
     axes.set_axisbelow(True)
     for spine in axes.spines.values():
@@ -90,7 +90,7 @@ def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
 
 
 def short(value: float) -> str:
-    """Format a value with about three significant digits."""
+    """Return a value as text with about three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
@@ -137,7 +137,10 @@ ROW_INCHES, PANEL_INCHES, TITLE_INCHES = 0.34, 0.8, 0.6
 
 
 def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batch: str, theme: Theme) -> Figure:
-    """Draw a panel of bars for the parts of the engine, and one with its own scale for the engine without each pass."""
+    """Return a figure with two panels of bars: variants by the parts of the engine that are on, and by a disabled pass.
+
+    The second panel has its own scale and also shows the whole engine. Panels without variants are left out.
+    """
     whole = whole_name(result)
     parts = [record for record in records if WITHOUT not in record["name"]]
     without = [record for record in records if WITHOUT in record["name"]]
@@ -159,7 +162,7 @@ def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], b
 def _bar_panel(
     axes: Axes, records: Sequence[Mapping[str, Any]], batch: str, bound: float, whole: str, theme: Theme
 ) -> None:
-    """Draw a bar for each variant with its spread and figure, and the bound as a line."""
+    """Draw a bar for each variant with its spread and median, and the bound as a line."""
     for row, record in enumerate(records):
         measured = record["step_ms"][batch]
         median, (low, high) = measured["median"], measured["spread"]
@@ -209,7 +212,10 @@ LABEL_GAP = 0.052
 def draw_lines(
     result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batches: Sequence[str], theme: Theme
 ) -> Figure:
-    """Draw a line for each variant. Lines of variants without a pass are thin: they are near the whole engine's."""
+    """Return a figure with a line for each variant: the time of a decode step by batch size.
+
+    Lines of variants that disable a pass are thin, since they are near the whole engine's line.
+    """
     figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.115, 0.585, 0.735))
     xs = [int(batch) for batch in batches]
@@ -261,7 +267,10 @@ def draw_lines(
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str, bool]]) -> None:
-    """Write names at the right ends of the lines, moved apart where they would overlap."""
+    """Write names and values at the right ends of the lines, moved apart where they would overlap.
+
+    ends: (last value, name, colour, whether the text is bold) of each line.
+    """
     to_share = axes.transAxes.inverted()
     ordered = sorted(ends)
     shares = [to_share.transform(axes.transData.transform((1, value)))[1] for value, *_ in ordered]
@@ -440,7 +449,10 @@ def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
 
 
 def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Return a PNG with a curve for each latency: the share of answers, or of gaps within answers, within a time."""
+    """Return a PNG with a curve for each latency: the percentage of answers that had at most the latency on the x axis.
+
+    ITL counts the gaps between an answer's parts instead of answers.
+    """
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[3]
     for left, names in zip(edges, (("ttft_ms",), ("itl_ms", "tpot_ms"), ("e2el_ms",)), strict=True):

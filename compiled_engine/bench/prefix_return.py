@@ -25,9 +25,10 @@ def prefix_return(
 ) -> dict[str, Any]:
     """Return figures in ms with median and spread, for each case, while `num_decodes` other requests decode.
 
-    `first_token` is the time from the arrival of a prompt of `prefix_len` tokens to its first token, and `others` the
-    mean time of a step in that time. `others_alone` is the time of a step without such a prompt. `loaded_blocks` is the
-    number of blocks that came from host memory, and `read_blocks` how many of these came from files.
+    Figures are over `repeats` samples, after `warm_up` uncounted samples. `first_token` is the time from the arrival of
+    a prompt of `prefix_len` tokens to its first token, and `others` the mean time of a step in that time.
+    `others_alone` is the time of a step without such a prompt. `loaded_blocks` is the number of blocks that came from
+    host memory, and `read_blocks` how many of these came from files.
     """
     generator, before = random.Random(llm.config.model.seed), llm.metrics()
     samples = []
@@ -64,7 +65,10 @@ def _sample(
 
 
 def _num_evicting(llm: LLM, prefix_len: int) -> int:
-    """Return the number of prompts that evict a prefix from the KV cache, and from host memory if there are files."""
+    """Return how many prompts of prefix_len tokens evict all else from the KV cache.
+
+    If blocks are also stored in files, the prompts suffice to evict all else from host memory, too.
+    """
     cache = llm.config.cache
     blocks = llm.metrics()["blocks_total"] + (cache.host_blocks if cache.block_files is not None else 0)
     return -(-blocks * cache.block_size // prefix_len)

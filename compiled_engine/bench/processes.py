@@ -77,10 +77,10 @@ class Started:
 def started(
     arguments: Sequence[str], name: str = "", *, has_pipes: bool = True, environment: Mapping[str, str] | None = None
 ) -> Iterator[Started]:
-    """Start a Python process with these arguments, and kill it at the end of the block.
+    """Start a Python process with these arguments, yield it, and kill it at the end of the block.
 
-    has_pipes: connect stdin and stdout to this process; otherwise there is no input, and stdout goes to stderr.
-    environment: of the process; None: as in this process.
+    name: of the process in errors. has_pipes: connect stdin and stdout to this process; otherwise there is no input,
+    and stdout goes to stderr. environment: of the process; None: as in this process.
     """
     with tempfile.TemporaryFile() as stderr:
         start = time.perf_counter()
@@ -142,7 +142,8 @@ def run_worker(
 def seconds_to_print(program: str, *arguments: str) -> float:
     """Return the seconds from the start of a Python program's process to its first line on stdout.
 
-    Its imports use bytecode as this process does, see `keep_bytecode`. Raises ProcessError if the program fails.
+    The program's imports use bytecode as this process does, see `keep_bytecode`. Raises ProcessError if the program
+    fails or prints nothing.
     """
     with started(["-c", program, *arguments], environment=os.environ | as_this_one()) as process:
         line = next(process.lines(), b"")
@@ -172,7 +173,7 @@ class Ready(NamedTuple):
 
 @contextmanager
 def server(arguments: Sequence[str]) -> Iterator[Ready]:
-    """Run `compiled-engine serve` with these arguments at a free port during the block.
+    """Run `compiled-engine serve` with these arguments at a free port during the block; yield it once it is ready.
 
     Raises ProcessError if the server fails or is not ready in time.
     """

@@ -25,7 +25,7 @@ WHOLE = {"cuda": "compiled + full", "cpu": "compiled"}
 
 
 def read_json(name: str, path: Path) -> Any:
-    """Read a JSON file. name: the option, for errors. Raises ValueError if the file is missing or invalid."""
+    """Return the content of a JSON file. Raises ValueError, naming the option `name`, if it is missing or invalid."""
     if not path.is_file():
         raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
     try:
@@ -35,7 +35,10 @@ def read_json(name: str, path: Path) -> Any:
 
 
 def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
-    """Read the result of one of these benchmarks from a file. Raises ValueError for any other content."""
+    """Return the result of one of `benchmarks` from a JSON file. Raises ValueError for any other content.
+
+    name: the option that gives the path, for errors.
+    """
     result = read_json(name, path)
     if not isinstance(result, dict) or result.get("benchmark") not in benchmarks:
         allowed = " or ".join(f"bench {benchmark}" for benchmark in benchmarks)

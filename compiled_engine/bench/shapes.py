@@ -336,7 +336,7 @@ SHAPES["qwen3-vl-8b"] = {
     },
 }
 
-# As it is published.
+# The model as it is published, with MXFP4 weights.
 SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
 
 

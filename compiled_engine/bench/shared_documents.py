@@ -41,9 +41,10 @@ def longest_request(document_len: int) -> int:
 
 
 def make_traffic(llm: LLM, document_len: int, num_requests: int) -> Traffic:
-    """Return prompts about documents, which together have MULTIPLE times as many tokens as the engine's KV cache holds.
+    """Return prompts that each consist of a document and a question.
 
-    There is at least one document. Raises ValueError if the KV cache does not hold a request.
+    All documents together have MULTIPLE times as many tokens as the engine's KV cache holds; there is at least one.
+    Raises ValueError if the KV cache does not hold a request.
     """
     num_slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size
     if num_slots < (least := longest_request(document_len)):
@@ -60,7 +61,7 @@ def make_traffic(llm: LLM, document_len: int, num_requests: int) -> Traffic:
 
 
 def serve_traffic(llm: LLM, traffic: Traffic, num_clients: int, progress: Progress) -> dict[str, Any]:
-    """Return figures of an engine that serves the traffic of clients, each with one request at a time.
+    """Return figures of an engine that serves the traffic to `num_clients` clients, each with one request at a time.
 
     `hit_rate` has the shares of prompt tokens that the KV cache, host memory and files had, and their sum; `ttft_ms`
     the percentiles of the time from a request's arrival to its first token; then `requests_per_s` and `preemptions`.

@@ -27,10 +27,12 @@ class Starts(NamedTuple):
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """Measure starts of PyTorch alone, cold starts and warm starts in turn.
+    """Measure starts of PyTorch alone, cold starts and warm starts in turn, and return their figures.
 
-    Each cold start has a new compile cache, which the warm start after it uses. device: as in the engine's options.
-    Files stay in the system's page cache, also for cold starts. Raises ProcessError if a start fails.
+    warm_up: uncounted rounds before the `repeats` counted rounds. device: as in the engine's options.
+
+    Each cold start has a new compile cache, which the warm start after it uses. Files stay in the system's page cache,
+    also for cold starts. Raises ProcessError if a start fails.
     """
     alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}

@@ -61,7 +61,7 @@ class Plan:
 
 
 def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves: bool, folder: Path) -> Plan:
-    """Plan a table. given: the user's engine options.
+    """Return the plan of a table. given: the user's engine options.
 
     patterns: select rows, see `chosen`; empty for all default rows of the device. with_curves: include the points of
     plots. Configurations of the known shapes are written to `folder`, which must outlive the plan. Raises ValueError,
@@ -95,7 +95,10 @@ def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves:
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]]:
-    """Group rows that share an engine, in order of appearance. Starts come last, since they take the longest."""
+    """Return (subject, limits, whether the rows measure starts, rows) for each group of rows that share an engine.
+
+    Groups are in order of appearance, but starts come last, since they take the longest.
+    """
     found: dict[tuple[Subject, Limits, bool], list[Row]] = {}
     for row in rows:
         found.setdefault((row.subject, row.limits, isinstance(row.workload, Start)), []).append(row)
@@ -105,10 +108,10 @@ def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]
 def _options(
     subject: Subject, limits: Limits, given: Mapping[str, Any], folder: Path, *, starts: bool
 ) -> dict[str, Any]:
-    """Return complete engine options for rows of this subject and these limits.
+    """Return complete engine options for rows of this subject and these limits. starts: the rows measure starts.
 
     given: the user's options. They take precedence over the limits, but starts ignore OF_A_START, and rows with drafts
-    set load_format and speculative_config themselves.
+    set load_format and speculative_config themselves. folder: for the configurations of known shapes.
     """
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
@@ -200,7 +203,7 @@ class _Rows:
 
 
 def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> dict[str, Any]:
-    """Measure the rows and return the result as JSON. say: called with the result so far after each row.
+    """Measure the rows and return the result as a dict for JSON. say: called with the result so far after each row.
 
     rows are objects of id, model, what, unit, better (lower or higher), options, workload, bound (None for a failed
     start), and either measured (median, spread [min, max], n, values) with share_of_bound, or error; seconds that the

@@ -22,7 +22,7 @@ CONDITIONS = (
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[str, Any]:
-    """Compare table B with table A, row by row.
+    """Return a comparison of table `b` (B) with table `a` (A): rows, notes, noise and counts.
 
     rows have id, model, what, unit and verdict. If the row was measured in both tables, they also have a and b (the
     figures), gain (how many times better B's median is) and overlap (whether the spreads overlap). The verdict is same

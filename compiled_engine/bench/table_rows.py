@@ -354,7 +354,10 @@ def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
 
 
 def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
-    """Return the rows of a model, with the points of its curves last."""
+    """Return the rows of a model, with the points of its curves last. declared: (limits, workload) by name of the row.
+
+    on_gpu: the curves' points are those for a GPU, otherwise those for a CPU.
+    """
     rows = [Row(f"{subject.prefix}-{name}", subject, *what) for name, what in declared.items()]
     return rows + [
         Row(f"curve-{subject.prefix}-{curve}-{place}", subject, limits, workload, (curve, place))
@@ -363,7 +366,7 @@ def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
 
 
 def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
-    """Return all rows that can be selected, and those of them that are measured by default.
+    """Return (all rows that can be selected, the rows that are measured by default).
 
     own_model: the user has named a model, so all rows are for this model.
     """
@@ -386,8 +389,8 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
 def chosen(known: Sequence[Row], default: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
     """Return the rows whose ids match a pattern (*, ? and [...] as in a shell), in the order of the patterns.
 
-    default: the default rows of the device. A pattern that matches any of them selects only from them, otherwise from
-    `known`. Raises ValueError with the most similar id for a pattern without matches.
+    default: the default rows of the device. A pattern that matches a default row selects default rows only; any other
+    pattern selects from all rows, `known`. Raises ValueError with the most similar id for a pattern without matches.
     """
     found: dict[str, Row] = {}
     for pattern in patterns:

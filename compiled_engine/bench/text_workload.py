@@ -65,6 +65,8 @@ def compare_on_text(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return (figures, errors), each by name of the variant, of `base` and `others`.
 
+    shared: engine options common to all variants. run: runs a workload in a worker process.
+
     Figures are num_tokens and loss (nats per token). Those of `others` also have difference, divergence
     (Kullback-Leibler from the base in nats: mean, p99) and same_best. If the base fails, no other variant is run.
     """

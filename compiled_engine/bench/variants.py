@@ -107,10 +107,10 @@ def variants(
 
 
 def parallel_variants(config: EngineConfig) -> list[Variant]:
-    """Return variants with all parts of the engine that use its devices in another way.
+    """Return variants that have all parts of the engine, but use the devices in another way than `config` says.
 
-    For a single device in the engine's process, that is a worker process. For tensor parallelism, it is sequence
-    parallelism, and NCCL in place of symmetric memory.
+    If the engine runs the model in its own process, a variant uses a worker process. With tensor parallelism, a variant
+    has sequence parallelism, and one has NCCL in place of symmetric memory.
     """
     on_gpu, parallel = config.device.type == "cuda", config.parallel
     whole = whole_engine(config.device.type)
@@ -126,7 +126,7 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 
 def image_variants(config: EngineConfig) -> list[Variant]:
-    """Return a variant of the text model alone, if the engine reads images."""
+    """Return a list with a variant that runs the text model alone; [] if the engine reads no images."""
     whole = whole_engine(config.device.type)
     alone = Variant(f"{whole.name} without images", {**whole.options, "language_model_only": True})
     return [] if config.images is None else [alone]
@@ -147,10 +147,10 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 
 
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
-    """Return variants with all parts of the engine and another use of drafts. options: the user's engine options.
+    """Return variants that have all parts of the engine, but use drafts in another way than `config` says.
 
-    If the engine drafts, one variant has no drafts, and one an adaptive number of drafts unless the engine has that
-    itself. If it does not draft, a variant has n-gram drafts.
+    If the engine drafts, one variant has no drafts, and, unless the engine's number of drafts is adaptive, one has an
+    adaptive number. If the engine does not draft, a variant has n-gram drafts. options: the user's engine options.
     """
     whole = whole_engine(config.device.type)
     given = options.get("speculative_config")

@@ -21,7 +21,7 @@ def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str
     """Run the task and return its result. say: called with each line that precedes the result.
 
     The keys are start_up (spans, see Timeline, including the imports before the engine starts) and cache (hit, miss or
-    off). With a workload they are also its measurements, memory_bytes, compiles_after_start, captures, graph_fallbacks
+    off). With a workload there are also its measurements, memory_bytes, compiles_after_start, captures, graph_fallbacks
     and preemptions.
     """
     from compiled_engine.process.memory import collection_paused

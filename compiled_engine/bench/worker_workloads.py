@@ -44,7 +44,7 @@ class AblationWorkload:
     num_steps: int = 16  # mixed steps, and decode steps with counted kernels
     prefill_prompts: int = 8  # prefill_prompts and prefill_len: for the prefill rate
     prefill_len: int = 4000
-    # Of a prompt with an image: pixels on a side, 0 for engines that read none, and the image's tokens.
+    # The image of a prompt: pixels on a side, 0 for engines that read no images, and the image's tokens.
     image_side: int = 0
     image_len: int = 0
     seed: int = 0
@@ -60,7 +60,7 @@ class AblationWorkload:
         return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1, of_image)
 
     def num_blocks(self, block_size: int) -> int:
-        """Return how many KV cache blocks every part of the workload needs to run without preemption."""
+        """Return the number of KV cache blocks with which each part of the workload runs without preemption."""
 
         def blocks(num_requests: int, tokens: int) -> int:
             return num_requests * -(-tokens // block_size)
@@ -98,7 +98,7 @@ class AblationWorkload:
             raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Measure one repeat of each part after a short warm-up.
+        """Return the figures of one repeat of each part, measured after a short warm-up.
 
         The keys are those of `bound`, kernels, and image_ms: the time to the first token of a prompt with an image, or
         None for an engine that reads none.
@@ -179,7 +179,7 @@ class HttpWorkload:
     seed: int = 0
 
     def requests(self, shift: int) -> tuple[list[list[int]], list[int]]:
-        """Return prompts and output lengths.
+        """Return (the token ids of each prompt, the output length of each request).
 
         Another `shift` gives other token ids with the same lengths, so that prompts are not in the prefix cache.
         """
@@ -192,7 +192,7 @@ class HttpWorkload:
         return {"kind": "http", "fields": asdict(self), "repeats": repeats}
 
     def measure(self, llm: LLM, repeats: int) -> dict[str, Any]:
-        """Return output_throughput, mixed_step_ms, model and machine.
+        """Return output_throughput, mixed_step_ms, model, date, machine and versions, by name.
 
         output_throughput has the output tokens per second of each repeat, after a warm-up.
         """
@@ -228,5 +228,5 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
 
 
 def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
-    """Return the workload of which `record` is the result of `as_record`."""
+    """Return the workload whose method `as_record` returned `record`."""
     return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

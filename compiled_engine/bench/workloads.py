@@ -30,7 +30,7 @@ class Needs(NamedTuple):
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Return the median of values, and their spread [min, max]."""
+    """Return {"median": the median of values, "spread": [min, max]}."""
     return {"median": statistics.median(values), "spread": [min(values), max(values)]}
 
 
@@ -59,7 +59,10 @@ def tpot_ms(llm: LLM, generator: random.Random, batch_size: int, prompt_len: int
 def request_lengths(
     num_requests: int, prompt_lens: tuple[int, int], output_lens: tuple[int, int], seed: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return random prompts, and random output lengths. Each length is uniform between the given least and most.
+    """Return (random prompts, random output lengths) of num_requests requests.
+
+    prompt_lens, output_lens: the least and the most tokens. Lengths are uniform between these. seed: of all that is
+    random.
 
     256 requests of 100 to 1024 tokens with seed 0 are workload T: 142,827 tokens in, 133,966 out.
     """

@@ -5,7 +5,7 @@ A group consists of layers with caches of the same block size, dtype and window;
 Equal hashes mean equal keys and values in the KV cache. Hashes form a chain of SHA-256: a root
 (`messages.prefix_root`), then a hash per full block of tokens. A block's hash covers its token ids and contents such as
 images. The root covers everything else that keys and values depend on, or that requests must have in common to share
-blocks. Nothing is seeded, so hashes are equal in all processes and no two prefixes can be made to collide.
+blocks. Hashes have no random seed, so they are equal in all processes. No two prefixes can be made to collide.
 
 Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention (Kwon et
 al., 2023, arXiv:2309.06180).
@@ -30,7 +30,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int], others: bytes = b"") -> 
     """Return the hash of a full block of `token_ids` that follows the block, or root, with hash `parent`.
 
     The hash covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32. others:
-    everything else that the block's keys and values depend on, see `_contents_within`.
+    bytes that stand for everything else that the block's keys and values depend on, see `_contents_within`.
     """
     return hashlib.sha256(parent + array("i", token_ids).tobytes() + others).digest()
 
@@ -43,9 +43,10 @@ def hash_blocks(
     count: int | None = None,
     contents: Sequence[Content] = (),
 ) -> None:
-    """Extend `hashes` to the hashes of a sequence's first `count` blocks. count None: all full blocks.
+    """Append hashes to `hashes`, until it has the hash of each of a sequence's first `count` blocks.
 
-    token_ids: the whole sequence. contents: see EngineRequest.
+    hashes: the hashes of the leading blocks that are known already. root: see `prefix_root`. token_ids: the whole
+    sequence. count: number of blocks; None: all full blocks. contents: see EngineRequest.
     """
     count = len(token_ids) // block_size if count is None else count
     for start in range(len(hashes) * block_size, count * block_size, block_size):
@@ -69,7 +70,10 @@ def _contents_within(contents: Sequence[Content], start: int, stop: int) -> byte
 
 
 def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
-    """Return the hashes of at least the request's first `count` blocks, which are kept in the request."""
+    """Return the hashes of the request's leading blocks: at least `count`, or more if more are known.
+
+    Missing hashes are computed and kept in the request. The returned list is the request's own.
+    """
     hashes = request.block_hashes.setdefault(block_size, [])
     if len(hashes) < count:
         hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count, request.asked.contents)
@@ -77,10 +81,13 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
 
 
 class BlockWatcher(Protocol):
-    """Watches which blocks of a group can be found by their hashes, while steps are planned and processed."""
+    """Watches which blocks of a KV group the prefix cache has, that is, which can be found by their hashes.
+
+    The methods are called while steps are planned and processed.
+    """
 
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Handle blocks that can be found from now on. Steps in flight may still have to fill them.
+        """Handle blocks of a request that can be found from now on. Steps in flight may still have to fill them.
 
         indices: ascending indices of the blocks in the request's block table. hashes: the hashes of the request's first
         blocks, up to the last of `indices` or further.
@@ -125,13 +132,13 @@ class BlockPool:
         return self._references[block] == 0
 
     def find(self, block_hash: bytes) -> int | None:
-        """Return the block registered under this hash, which may be free, without acquiring it."""
+        """Return the block registered under this hash, or None. The block may be free; it is not acquired."""
         return self._block_of_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the front of the free list; their contents can no longer be found.
+        """Take `count` blocks from the front of the free list, and return them with one reference each.
 
-        Raises RuntimeError, taking none, if too few are free.
+        Their old contents can no longer be found. Raises RuntimeError, without taking any block, if too few are free.
         """
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
@@ -153,7 +160,7 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. Raises RuntimeError if there is none, as the block would be freed twice."""
+        """Drop a reference to a block, which becomes free with the last one. Raises RuntimeError if it has none."""
         if self._references[block] == 0:
             raise RuntimeError(f"block {block} is released but has no reference")
         self._references[block] -= 1
@@ -163,9 +170,9 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> bool:
-        """Register a held block under its hash, unless another block is already registered under this hash.
+        """Register an acquired block under its hash, unless another block is already registered under this hash.
 
-        Returns whether the block was registered. The caller must call the watchers.
+        Returns whether the block was registered. If so, the caller must call `registered` of the watchers.
         """
         if block_hash in self._block_of_hash:
             return False
@@ -174,7 +181,7 @@ class BlockPool:
         return True
 
     def unregister(self, block: int) -> None:
-        """Remove a block's hash, if it has one, so that the block cannot be found."""
+        """Remove a block's hash, if it has one, so that the block cannot be found, and tell the watchers."""
         block_hash = self._hashes[block]
         if block_hash is not None:
             self._forget(block, block_hash)
@@ -186,7 +193,7 @@ class BlockPool:
         self._hashes[block] = None
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if a block is held. Call it when no request is left."""
+        """Raise RuntimeError if any block has a reference. Call it when no request is left."""
         if self.num_free != self.num_blocks:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
@@ -198,7 +205,10 @@ class BlockPool:
             watcher.cleared()
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise RuntimeError unless the pool is consistent and exactly `block_tables` hold its blocks."""
+        """Raise RuntimeError unless the pool is consistent and each block has one reference per table that holds it.
+
+        block_tables: all block tables, and any other lists of acquired blocks.
+        """
         held: Counter[int] = Counter()
         for table in block_tables:
             if len(set(table)) != len(table):
@@ -229,7 +239,7 @@ class BlockTable:
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """The leading blocks of a waiting request, while a feature fills the blocks that could not be found."""
+    """The leading blocks of a waiting request, while a feature copies contents into those that were not cached."""
 
     request: Request
     hashes: list[bytes]
@@ -238,9 +248,9 @@ class Fill:
 
 
 class BlockGroup:
-    """The blocks of a KV group, a FindableResource, with the block tables of requests.
+    """The blocks of a KV group and the block tables of the requests; implements FindableResource.
 
-    A running request may take more blocks. A request takes any other resource only when it is admitted.
+    Unlike other resources, which a request takes only when it is admitted, blocks can be added while it runs (`grow`).
     """
 
     kind = "blocks"
@@ -294,9 +304,10 @@ class BlockGroup:
         self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
     def begin_fill(self, request: Request, count: int) -> Fill:
-        """Hold the first `count` blocks of a waiting request: cached blocks, and new blocks to fill for the rest.
+        """Acquire the first `count` blocks of a waiting request, and return them as a Fill.
 
-        Raises RuntimeError if too few blocks are free; the caller must check `has_room` first.
+        Blocks that are not cached are allocated; the caller has them filled, and then calls `end_fill`. Raises
+        RuntimeError if too few blocks are free; the caller must check `has_room` first.
         """
         cached = list(self._cached(request, count))
         for block in cached:
@@ -310,7 +321,10 @@ class BlockGroup:
         return fill
 
     def end_fill(self, fill: Fill, filled: Collection[int]) -> None:
-        """Release the blocks of a fill. filled: indices, in the prefix, of blocks that now have their contents."""
+        """End a fill: add the filled blocks to the prefix cache, and release all blocks of the fill.
+
+        filled: indices, among the request's blocks, of the blocks that now have their contents.
+        """
         self._fills.remove(fill)
         new = [index for index in fill.missing if index in filled]
         new = [index for index in new if self.pool.register(fill.blocks[index], fill.hashes[index])]
@@ -325,16 +339,19 @@ class BlockGroup:
         return self._missing(request, num_tokens) <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Add the blocks that the request lacks for num_tokens tokens in all, and return them.
+        """Add blocks to a running request until it can hold `num_tokens` tokens in all, and return the added blocks.
 
-        Raises RuntimeError if too few are free, see can_grow.
+        Raises RuntimeError if too few blocks are free; see can_grow.
         """
         blocks = self.pool.allocate(max(0, self._missing(request, num_tokens)))
         self._tables[request].block_ids += blocks
         return tuple(blocks)
 
     def free(self, request: Request) -> None:
-        """Release the request's blocks, the last one first, so that the end of a cached sequence is evicted first."""
+        """Release the request's blocks, the last one first, so that the end of a cached sequence is evicted first.
+
+        Raises RuntimeError if the request has no block table.
+        """
         table = self._tables.pop(request, None)
         if table is None:
             raise RuntimeError(f"request {request.request_id!r} gives back its blocks, but has none")
@@ -342,7 +359,7 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Add the blocks that the request's first `num_tokens` tokens fill to the prefix cache.
+        """Add the full blocks among the request's first `num_tokens` tokens to the prefix cache.
 
         These tokens must be known. Returns how many tokens must be known before another block can be added.
         """
@@ -397,7 +414,7 @@ class BlockGroup:
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:
-        """Return the blocks of the cached prefix that `longest_prefix` found."""
+        """Return the cached blocks of the request's first `num_cached` tokens, a number from `longest_prefix`."""
         blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
         assert len(blocks) * self.block_size == num_cached
         return blocks

@@ -43,13 +43,16 @@ class CacheSize:
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
-    """Return the number of KV cache blocks: the option num_blocks if it is set, else what the memory budget allows.
+    """Decide how many blocks the KV cache has: the option num_blocks if it is set, else as many as the memory allows.
+
+    Returns the number with the sizes that led to it. On a CPU, the cache gets at most CPU_LIMIT_BYTES, half of the free
+    memory, and `blocks_wanted` blocks. An encoder gets no blocks.
 
     reserved_bytes: memory to leave free for later allocations. layers: see block_bytes. Other arguments: see CacheSize.
 
-    Raises InsufficientMemoryError if num_blocks is set and the device lacks the memory for them, or if it is not set
-    and a request of max_model_len tokens does not fit. A num_blocks too small for such a request is allowed; requests
-    that cannot fit are then refused one by one.
+    Raises InsufficientMemoryError if num_blocks is set and the device lacks the memory for so many blocks, or if it is
+    not set and a request of max_model_len tokens does not fit. A num_blocks too small for such a request is allowed;
+    requests that cannot fit are then refused one by one.
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
@@ -108,8 +111,8 @@ def allocate(
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
     """Return the bytes of one block: the keys and values of all layers, with their scales.
 
-    Keys and values that layers share count once. The blocks of models that run beside the engine's model are included.
-    layers: the layers of the engine's model to count; None: all.
+    Keys and values that layers share count once. The blocks of the models that run beside the engine's model
+    (config.further_models) are included. layers: the layers of the engine's model to count; None: all.
     """
     shapes = _shapes(config, 1, layers)
     elements = sum(math.prod(shapes[layer]) for layer in _own_caches(config, shapes))
@@ -153,11 +156,14 @@ def _untouched(size: int) -> torch.Tensor:
 
 
 def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> dict[int, tuple[int, int, int, int, int]]:
-    """Return the shapes of the caches that layers read, by layer; an empty dict for an encoder."""
+    """Return the shape of the KV cache that each layer reads, by layer index; an empty dict for an encoder.
+
+    layers: the layers to return; None: all.
+    """
     shapes = dict(enumerate(local_model(config).kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)))
     return {layer: shape for layer, shape in shapes.items() if layers is None or layer in layers}
 
 
 def _own_caches(config: EngineConfig, layers: Iterable[int]) -> list[int]:
-    """Return the layers that have a KV cache of their own."""
+    """Return those of `layers` that have a KV cache of their own, and do not read that of another layer."""
     return [layer for layer in layers if config.model.kv_layer(layer) == layer]

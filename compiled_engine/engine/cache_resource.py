@@ -1,6 +1,6 @@
-"""Interfaces of the resources that a request holds while it runs, such as blocks of a KV group or a row of the runner.
+"""Interfaces of the resources that a request holds while it runs, such as blocks of a KV group or a runner's row.
 
-`KVCacheManager` takes a request's part of every resource, or of none if one has no room.
+`KVCacheManager` gives a request its part of every resource, or of none if one has no room.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class CacheResource(Protocol):
     def longest_prefix(self, request: Request, most: int) -> int:
         """Return the length of the longest prefix, of at most `most` tokens, that this resource has cached.
 
-        A resource without a prefix cache limits no prefix, and returns `most`. A call with the
-        returned number as `most` must return the same number.
+        A resource without a prefix cache returns `most`. A call with the returned number as `most` must return that
+        number again.
         """
         ...
 
@@ -28,7 +28,7 @@ class CacheResource(Protocol):
         """Return whether the request can be given a part for `num_tokens` tokens.
 
         num_cached: how many of the first tokens are cached, see `longest_prefix`. reserve: number of requests that must
-        be able to grow afterwards.
+        each be able to take one more block afterwards.
         """
         ...
 
@@ -45,7 +45,7 @@ class CacheResource(Protocol):
         ...
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        """Raise RuntimeError unless exactly `holders` have a part, and everything is accounted for."""
+        """Raise RuntimeError unless exactly `holders` have a part, and the resource's own records are consistent."""
         ...
 
 
@@ -73,11 +73,11 @@ class PlaceWatcher(Protocol):
     """Watches which places of a FillableResource can be found, while steps are planned and processed."""
 
     def place_taken(self, place: int, block_hash: bytes) -> None:
-        """Handle a place whose contents the step being planned writes."""
+        """Handle a place whose contents the step being planned writes. block_hash: hash of the prefix's last block."""
         ...
 
     def place_evicted(self, place: int) -> None:
-        """Handle a place that is given to another prefix."""
+        """Handle a place whose prefix cannot be found any more, because the place is given to another prefix."""
         ...
 
     def place_dropped(self, place: int) -> None:
@@ -103,9 +103,9 @@ class FillableResource(FindableResource, Protocol):
         ...
 
     def end_fill(self, place: int, *, filled: bool) -> None:
-        """End the reservation of a place. If filled, the place can be found from now on; otherwise it is free.
+        """End the reservation of a place. If filled, the place can be found from now on; otherwise it becomes free.
 
-        It is also free if another place has the same prefix.
+        It also becomes free if another place already has the same prefix.
         """
         ...
 
@@ -123,7 +123,7 @@ def check_holders(what: str, holding: Collection[Request], holders: Collection[R
 
 
 class RequestRows:
-    """The runner's rows as a CacheResource. A request holds one row, whatever its number of tokens."""
+    """The rows of the runner's RequestStates, as a CacheResource. A request holds one row, whatever its length."""
 
     kind = "rows"
 

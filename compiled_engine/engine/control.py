@@ -60,8 +60,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     def as_exception(self, place: str, prefix: str = "") -> Exception:
         """Return an exception to raise in this process, with the original's traceback in a note.
 
-        It has the original's type if that is a builtin one within KINDS but no UnicodeError; otherwise it is a
-        RuntimeError. place: name of the other process, for the note. prefix: put before the message.
+        It has the original's type if that is a built-in subclass of one of KINDS, except UnicodeError and its
+        subclasses; otherwise it is a RuntimeError. place: name of the other process, for the note. prefix: put before
+        the message.
         """
         kind = getattr(builtins, self.kind, None)
         error: Exception

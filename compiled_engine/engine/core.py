@@ -143,6 +143,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
+        Outputs that belong to no step, see `_take_apart`, are added; if no step is in flight, only these are returned.
+
         With async scheduling, the device already has the next step while a step's result is processed; with pipeline
         stages it has one more step per further stage. If requests of the newest step sample late (see scheduler.py),
         their late inputs are computed as soon as all earlier tokens are known, while the device still computes the
@@ -226,7 +228,10 @@ class EngineCore:
                 self._scheduler.add(request)
 
     def _take_apart(self) -> list[EngineOutput]:
-        """Return the outputs that belong to no step."""
+        """Return, once each, the outputs that belong to no step.
+
+        They are those of requests that ended outside steps, and those that ask for data (EngineOutput.asks).
+        """
         outputs, self._ended_apart = self._ended_apart, []
         for take_asks in self._hooks.take_asks:
             outputs += take_asks()
@@ -250,7 +255,10 @@ class EngineCore:
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Serve a control call, one of CALLS or of a feature. Returns its result, plain data. Raises ControlError."""
+        """Serve a control call, one of CALLS or of a feature, and return its result, which is plain data.
+
+        Raises ControlError if the call is unknown or fails.
+        """
         calls = {name: getattr(self, name) for name in CALLS}
         try:
             return apply(call, calls | {name: getattr(each, name) for name, each in self._hooks.answering.items()})
@@ -277,9 +285,9 @@ class EngineCore:
         self._scheduler.reset_prefix_cache(of_running=of_running)
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Launch no steps until `resume`; with mode "wait", only those of requests that have begun.
+        """Launch no steps until `resume`; with mode "wait", only steps of requests that have begun.
 
-        Requests that come meanwhile wait. mode: "abort" ends all requests with finish_reason "abort"; "keep" stops
+        Requests that arrive meanwhile wait. mode: "abort" ends all requests with finish_reason "abort"; "keep" stops
         them where they are; "wait" lets those that have begun run to their end, after which `is_paused` returns True.
         clear_cache: `resume` empties the prefix cache, and recomputes the kept requests' keys and values; otherwise
         the kept requests continue with their keys and values, even if the weights change meanwhile.
@@ -313,9 +321,9 @@ class EngineCore:
         self.held = next(filter(None, reasons), "")
 
     def can_step(self) -> bool:
-        """Return whether `step` has work to do: whether a request is unfinished.
+        """Return whether `step` has work to do: whether a request is unfinished or an output is left to return.
 
-        While no step may be planned (`held`), it only has work if a step is in flight or an output is left to return.
+        While no step may be planned (`held`), unfinished requests count only if a step is in flight.
         """
         return self.has_unfinished() and (not self.held or bool(self._submitted or self._ended_apart))
 

@@ -30,7 +30,7 @@ from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsPro
 
 
 class Executor(Protocol):
-    """Interface that lets the runners of all ranks execute steps. num_blocks: number of KV cache blocks."""
+    """Has the runners of all ranks execute steps. num_blocks: number of KV cache blocks."""
 
     num_blocks: int
 
@@ -49,14 +49,14 @@ class Executor(Protocol):
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Let all ranks serve a control call, one of Runner.calls, after the submitted steps. Returns their results.
+        """Have all ranks serve a control call, one of Runner.calls, after the submitted steps.
 
-        Raises ControlError if a rank raises it.
+        Returns the result of each rank. Raises ControlError if a rank raises it.
         """
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """Return the runner's metrics, by name, of the rank that samples."""
+        """Return the metrics, by name, of the runner on the rank that samples."""
         ...
 
     def close(self) -> None: ...

@@ -2,9 +2,9 @@
 
 `ModelForward` has a table of functions, made at the start. Each batch calls one of them. A forward has variants: the
 usual one, "", and others that features choose for a step. Each variant can run whole, or in parts between attention
-ops, so that attention is not captured in a CUDA graph; and with all layers, or with one of each kind. A compiled
-forward of few tokens returns the logits of all tokens. Any other forward returns hidden states, from which the logits
-of some tokens are then computed.
+ops, so that attention is not captured in a CUDA graph. It can run all layers, or, to warm up, one of each kind. A
+compiled forward of few tokens returns the logits of all tokens. Any other forward returns hidden states, from which the
+logits of some tokens are then computed.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class ModelForward:
             self._table |= {Way(): usual, Way(distinct=True): usual}
 
     def work_length(self, num_tokens: int, num_rows: int) -> int:
-        """Return the length of AttentionInputs.work_W for batches of up to these sizes. 0: no work is planned."""
+        """Return the length of AttentionInputs.work_W for batches of up to these sizes; 0 if `plan` does nothing."""
         return 0 if self._case is None else self._backend.work_length(num_tokens, num_rows, self._case)
 
     def allocate(self, num_blocks: int, memory: Memory | None = None) -> None:
-        """Replace the tensors in kv_caches by new ones of `num_blocks` blocks. memory: see RankMemory.kv_cache."""
+        """Replace the tensors in kv_caches by new zeros of `num_blocks` blocks. memory: see RankMemory.kv_cache."""
         self.kv_caches[:] = cache_memory.allocate(self._config, num_blocks, self._layers, memory)
 
     def forward(
@@ -211,13 +211,16 @@ class ModelForward:
         return self._received[: num_tokens * self._bound(num_tokens, Way(), hidden_wanted).received_row_bytes]
 
     def planned_inputs(self, batch: InputBatch, buffers: InputBuffers) -> AttentionInputs:
-        """Plan the batch's attention, and return its attention inputs."""
+        """Return the batch's attention inputs, after planning its attention, see `plan`."""
         inputs = attention_inputs_of(step_of_batch(batch, buffers), self._config.attention_backend)
         self.plan(inputs)
         return inputs
 
     def plan(self, inputs: AttentionInputs) -> None:
-        """Plan the attention of all layers at once. Does nothing if each layer plans its own, or none is planned."""
+        """Plan the attention of all layers at once: write the kernels' work list to `inputs.work_W`.
+
+        Does nothing if each layer plans its own attention, or if the attention backend needs no plan.
+        """
         if self._case is not None:
             self._backend.plan(inputs, self._case)
 

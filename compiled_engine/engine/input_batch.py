@@ -89,7 +89,8 @@ class CombineRows(Protocol):
     ) -> RunnerOutput:
         """Return the step's output, with the results of each request.
 
-        request_of_row, tokens_R: the request id and the sampled token of each row, in batch order. extras: see
+        request_of_row, tokens_R: the request id and the sampled token of each row, in batch order. logprobs: the
+        log-probabilities of each row, in the same order; None if no request asks for them. extras: see
         RunnerOutput.
         """
         ...
@@ -189,7 +190,7 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return a batch that consists of padding, so that running it has no side effects. See `stage_empty`.
+    """Return a batch that consists of padding, so that running it has no side effects. `stage_empty` stages it.
 
     num_rows, num_tokens: size of the padding. host: AttentionInputs.host_3. variant: the forward's variant, unless
     `key` names one.
@@ -249,8 +250,9 @@ class InputBuffers:
 
     The host writes rows_R, query_start_loc_R1 and offsets_R, by staged writes. Kernels compute all other buffers from
     these and the request states. max_blocks: most blocks of a request. work_length: length of AttentionInputs.work_W.
-    asked: step tensors that passes declare. has_offsets: whether batches may have offsets. shifts_positions: whether a
-    row's position shift (see RequestStates.shift_positions) is added to the positions.
+    asked: step tensors, inputs of the forward that change with each step, that passes declare. has_offsets: whether
+    batches may have offsets. shifts_positions: whether a row's position shift (see RequestStates.shift_positions) is
+    added to the positions.
     """
 
     def __init__(
@@ -364,7 +366,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Fill the buffers with the batch's inputs, on the device. Its staged writes must have been applied."""
+    """Fill the buffers with the batch's inputs, on the device. The batch's staged writes must have been applied."""
     fill = prepare_reference if buffers.rows_R.device.type == "cpu" else launch_prepare
     fill(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, has_offsets=batch.has_offsets)
     if asked := buffers.asked[batch.variant]:

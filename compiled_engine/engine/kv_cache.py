@@ -102,7 +102,7 @@ class KVCacheManager:
         return True
 
     def cancel(self, request: Request) -> None:
-        """Undo the last `admit`, which was that of this request."""
+        """Undo the last `admit`, which must have admitted this request: release its parts, and restore the counts."""
         if self._is_first:
             if self.enable_prefix_caching and not request.computes_every_token:
                 self.prefix_queries -= request.num_prompt_tokens
@@ -146,14 +146,14 @@ class KVCacheManager:
         request.next_block_end = next_block_end
 
     def take_registered(self) -> list[list[int]]:
-        """Return the places added to the prefix cache since the last call: each group's blocks, then other resources'.
+        """Return the places added to the prefix cache since the last call, in a list for each FindableResource.
 
-        Steps in flight may still have to fill these places.
+        The KV groups come first; their places are blocks. Steps in flight may still have to fill these places.
         """
         return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Remove places that were not written from the prefix cache. registered: from `take_registered`."""
+        """Remove places that were not written from the prefix cache. registered: a result of `take_registered`."""
         for findable, places in zip(self._findable, registered, strict=True):
             findable.unregister(places)
 

@@ -38,7 +38,7 @@ EVERY_BATCH = CompileRange(1, 1 << 31)
 
 
 class EagerFeature(Protocol):
-    """The changes of a feature to an eager model, by module hooks. In a compiled model, passes make them."""
+    """The changes that a feature makes to an eager model by module hooks. In a compiled model, passes make them."""
 
     def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
         """Return descriptions of the tensors to allocate for the feature. Tensors of the model may be among them."""
@@ -56,7 +56,7 @@ class EagerFeature(Protocol):
 
 @dataclass(frozen=True)
 class EagerModel:
-    """The callables of a model that is not compiled, to be bound like those of a CompiledModel."""
+    """The callables of a model that is not compiled. Has the interface of CompiledModel that ModelForward uses."""
 
     callables: Mapping[str, Forward]
     received: ClassVar[None] = None  # the model is not divided into parts
@@ -107,7 +107,11 @@ class RankWeights:
     cache_dir: Path | None
 
     def check(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights:
-        """Check tensors as `check_weights` does. source: names their origin in errors."""
+        """Check that a checkpoint's tensors fit this rank's parameters, and return the result of `check_weights`.
+
+        tensors: tensors by checkpoint name. source: the path from which the tensors come, for errors. Raises what
+        `check_weights` raises.
+        """
         config = replace(self.config, path=source)
         return check_weights(tensors, self.stored, self.whole, config, self.rank, self.num_ranks, self.cache_dir)
 
@@ -166,8 +170,8 @@ def load_model(
     """Load the weights of a rank's model onto the device, and return the model.
 
     compiled: the compiled model of this rank's stage; parameters that it does not read stay on the meta device. None:
-    the model runs eagerly. shared: tensors of another model to use as parameters, by name. features: the parts of
-    features in an eager model. memory: see RankMemory.weights. Raises what materialize and load_weights raise.
+    the model runs eagerly. shared: tensors of another model to use as parameters, by name. features: the changes that
+    features make to an eager model. memory: see RankMemory.weights. Raises what materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))

@@ -42,7 +42,7 @@ def prefix_root(**parts: str | None) -> bytes:
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """Content, such as an image, on which embeddings at consecutive positions of a prompt depend besides token ids."""
+    """Data such as an image that, besides token ids, determines the embeddings at consecutive positions of a prompt."""
 
     first: int  # position
     count: int  # number of positions
@@ -198,7 +198,10 @@ class StepOutputs:
             first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Return the entries of the columns at the indices `places`, ascending, together with `others`."""
+        """Return a StepOutputs with the requests at some indices of the columns, and with `others` instead of its own.
+
+        places: the indices, ascending.
+        """
         if self.token_ids and len(places) == len(self.request_ids):
             return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places

@@ -111,10 +111,10 @@ class PlanFeature:
         """Handle a new waiting request. Called once per request; its `extras` go to the ranks at each admission."""
 
     def outgrown(self, request: Request) -> None:
-        """Let a request that waits have more tokens than its `outgrown_at`, and raise that number.
+        """Handle a waiting request that has more tokens than its `outgrown_at`, and raise this limit.
 
-        All its tokens are computed again, so what its keys and values depend on may change; then its `prefix_root` must
-        change too.
+        All tokens of the request are computed again, so the feature may change anything that its keys and values depend
+        on; then its `prefix_root` must change too.
         """
 
     def may_start(self, request: Request) -> bool:
@@ -161,7 +161,7 @@ class PlanFeature:
         raise NotImplementedError
 
     def limit_share(self, request: Request, num_tokens: int) -> int:
-        """Return how many of the request's next `num_tokens` tokens the step computes; later steps compute the others.
+        """Return how many of the request's next `num_tokens` tokens the step computes; later steps compute the rest.
 
         Not called for ordinary decodes, see Request.set_steady_limits. The request holds its resources; it may still
         be preempted. A waiting request that gets 0 is skipped until a feature's `reconsiders` returns True.
@@ -169,9 +169,9 @@ class PlanFeature:
         return num_tokens
 
     def built(self, builder: StepBuilder) -> None:
-        """Adjust the settings of a step that was built, in its builder.
+        """Adjust the settings of the next step, in its builder. The step's requests are already chosen.
 
-        `planned` follows unless the step is empty.
+        `planned` follows unless the step has no requests.
         """
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
@@ -191,10 +191,10 @@ class PlanFeature:
         return []
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Start computing what the feature adds to the sampling of a step after its forward was launched: late inputs.
+        """Start computing the feature's late inputs for a step: data that its sampling awaits while the forward runs.
 
-        requests: all requests of the step that sample only then, whichever feature they wait for. Their tokens before
-        the step are known. Some of the requests may have ended.
+        requests: all requests of the step that sample late, whichever feature they wait for. Their tokens before the
+        step are known. Some of the requests may have ended.
         """
 
     def finish_late(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 
 class Memory(Protocol):
-    """Memory of a device that a feature provides."""
+    """Interface of a feature that provides device memory for a rank's tensors."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialised memory on the device, uint8 [num_bytes], aligned for every dtype and kernel."""

@@ -222,9 +222,9 @@ class Request:
         return self.num_tokens > len(self.token_ids)
 
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
-        """Return the message with which the runner gets the request. block_ids: its block table in each KV group.
+        """Return the message that brings the request to the runner.
 
-        extras: see NewRequest.
+        block_ids: the request's block table in each KV group. extras: see NewRequest.
         """
         return NewRequest(
             request_id=self.request_id,

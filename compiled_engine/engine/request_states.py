@@ -84,7 +84,7 @@ class RequestStates:
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
     def shift_positions(self) -> None:
-        """Declare the row field POSITION_SHIFT, which then shifts the positions that the model reads."""
+        """Declare the row field POSITION_SHIFT, whose values are then added to the positions that the model reads."""
         self.fields.declare(RowField(POSITION_SHIFT))
         self.position_shift_S = self.fields[POSITION_SHIFT]
 

@@ -192,7 +192,10 @@ class Runner:
         )
 
     def _make_step(self, made: RunnerFeatures) -> None:
-        """Make the launches of a step, with the hooks and the tail that the features have made."""
+        """Make what launches a step: the hooks, the ring of tokens, the tail, and the ModelStep that calls them.
+
+        made: the features' parts. If they have no tail, the runner samples (StepSampling).
+        """
         self._hooks = StepHooks(made.features)
         self.ring = TokenRing(self.buffers, self._config.device, self._clock)
         self._sampling: StepSampling | None = None
@@ -206,7 +209,7 @@ class Runner:
         self.step = ModelStep(self.model, self.buffers, tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
-        """Return the path of this start's stamp, see `stamp_of_start`; None without a cache entry of the model."""
+        """Return the path of this start's stamp file, see `stamp_of_start`; None if no compile cache has the model."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
         return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._share.index)
@@ -335,8 +338,9 @@ class Runner:
         """Launch a step's work on the device: staged writes, forward and sampling. Returns the pending step.
 
         If any row samples, each row first gets a token by temperature and seed. Rows with further parameters are then
-        sampled again (step_sampling.py), so that the same decode graphs serve all requests. samples_late: do not sample
-        again; return a LateStep, which `sample` then samples.
+        sampled again (step_sampling.py), so that the same decode graphs serve all requests. hidden_wanted: the forward
+        returns hidden states, for features that read them. samples_late: do not sample again; return a LateStep, which
+        `sample` then samples.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -488,9 +492,9 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and how often it must: {compiled range: {pass: {"matches", "contract"}}}.
+    """Return how often each pass matched and had to match: {compiled range: {pass: {"matches", "contract"}}}.
 
-    The range's name is prefixed by that of the model.
+    The name of a range begins with the model's name.
     """
     if model.compiled is None:
         return {}

@@ -221,7 +221,10 @@ class Scheduler:
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Schedule running requests. Returns the tokens of the budget that are left for waiting requests."""
+        """Add shares of running requests to the step. Returns how many tokens of the budget are left for waiting ones.
+
+        running: the running requests that the step may have, in order.
+        """
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
         outgrown: list[Request] = []
@@ -368,7 +371,7 @@ class Scheduler:
         return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Process a step's result; returns outputs of the requests that got tokens or extras, or ended.
+        """Process a step's result, and return outputs for the requests that got tokens or extras, or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight, or yields more tokens than allowed.
         """
@@ -390,7 +393,8 @@ class Scheduler:
     ) -> StepOutputs:
         """Process a step with one token per request, and return its outputs.
 
-        Requests on the fast path only get a token and log-probabilities; they are not in `others`.
+        Requests on the fast path only get a token and log-probabilities, in columns. others: outputs of the step so
+        far; the outputs of all other requests are appended.
         """
         if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
@@ -416,7 +420,7 @@ class Scheduler:
     ) -> StepOutputs:
         """Process a step with 0 to `max_new_tokens_per_step` tokens per request, and return its outputs.
 
-        The requests' token counts, which assume the maximum, are corrected.
+        The requests' token counts, which assume the maximum, are corrected. others: see `_add_single_tokens`.
         """
         lengths = result.lengths if result.lengths is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
@@ -445,7 +449,8 @@ class Scheduler:
     def _add_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
         """Append a step's tokens to a request, up to the token that ends it, and return its output.
 
-        tokens: the request's part of `result.token_ids`. Returns None if there is nothing to tell the caller.
+        tokens: the slice of `result.token_ids` that has the request's tokens. Returns None if the request has already
+        ended, or if the output would be empty.
         """
         if request.status is RequestStatus.FINISHED:
             return None
@@ -499,8 +504,10 @@ class Scheduler:
             failed()
 
     def reset_prefix_cache(self, *, of_running: bool = False) -> None:
-        """Empty the prefix cache. of_running: preempt all running requests, which are then computed again; otherwise
-        they keep their blocks."""
+        """Empty the prefix cache.
+
+        of_running: preempt all running requests, which are then computed again; otherwise they keep their blocks.
+        """
         self._kv_cache.reset_prefix_cache()
         self._retire()
         while of_running and self._requests.running:

@@ -29,7 +29,7 @@ POOL_SHARE = 0.125
 
 
 class ModelStep:
-    """The launches of a step, as a `Capturable`.
+    """Launches the parts of a step, and implements `Capturable`, so that CUDA graphs can capture these launches.
 
     model: the tensors in its kv_caches may be replaced until the first capture. hooks: features' launches in the step.
     """
@@ -74,7 +74,7 @@ class ModelStep:
         return self.tail.launch_first(batch, output, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
-        """Compute a batch's inputs on the device. Its staged writes must have been applied."""
+        """Compute a batch's inputs on the device. The batch's staged writes must have been applied."""
         for before_inputs in self._hooks.before_inputs:
             before_inputs(batch)
         prepare(batch, self.states, self.buffers)
@@ -187,9 +187,9 @@ class StepGraphs:
     ) -> GraphKey | None:
         """Return the key of the graph to replay for a batch; None if the batch runs without a graph.
 
-        Counts the batch, and the reason if it has no graph. longest: the longest context, this step's tokens included.
-        hidden_wanted: the step needs hidden states. variant: the forward's variant. query_len: rows per request, if all
-        requests have the same number and each row has one token; None otherwise.
+        Counts the batch for the metrics, with the reason if it has no graph. longest: the longest context, this step's
+        tokens included. hidden_wanted: the step needs hidden states. variant: the forward's variant. query_len: rows
+        per request, if all requests have the same number and each row has one token; None otherwise.
         """
         if query_len is None and num_tokens == num_requests:
             query_len = 1

@@ -9,12 +9,12 @@ The order of the hooks in a step:
     begin                        the rows are assigned, and nothing of the step is launched
     wants_hidden, variant        choose whether the forward returns hidden states or logits, and which forward runs
     lay_out                      lays out the batch's rows
-    receive                      the staged writes are launched, and neither the inputs nor the forward
+    receive                      the staged writes are launched; the inputs and the forward are not
     before_inputs, in_forward    launches before the inputs and after the forward; CUDA graphs may hold them
     read_hidden                  launches that read hidden states, in steps for which a feature wants them; not captured
-    edits                        the step's late inputs are there, and nothing is sampled with them
+    edits                        the step's late inputs have arrived, and are not used yet
     after_sample                 the step's tokens are in the states; skipped if nothing samples
-    after_step                   launches that the host does not wait for; not skipped
+    after_step                   launches that the host does not wait for; called in every step
     end                          the step is launched, except for sampling that awaits late inputs: then `end` comes
                                  before `edits`
 
@@ -57,7 +57,7 @@ class Tail(Protocol):
     advance: Advance
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Launch the part of the tail that a decode graph holds, for the first `num_rows` rows. Returns its result.
+        """Launch the part of the tail that a decode graph holds, for the first `num_rows` rows, and return its result.
 
         If a batch has no decode graph, `launch_rest` includes this part.
         """
@@ -109,7 +109,7 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class FeatureGraphs:
-    """The graphs to capture in an engine with a feature."""
+    """The result of StepFeature.graphs: the CUDA graphs to capture in an engine with a feature."""
 
     of_steps: Sequence[GraphKey]  # keys of steps
     own: Mapping[GraphKey, Capturable]  # the feature's graphs, with the work that each captures
@@ -145,10 +145,10 @@ class StepFeature:
         """Dry-run the feature's launches. Their kernels are collected and compiled in parallel."""
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
-        """Return the graphs to capture.
+        """Return the graphs to capture: those of the steps, and the feature's own.
 
-        keys: the steps' keys, from the dispatcher or the previous feature. replay: replays a captured graph for a
-        number of tokens; for use once the graphs are captured.
+        keys: the keys of the steps' graphs, from the dispatcher or the previous feature. replay: replays a captured
+        graph for a number of tokens; for use once the graphs are captured.
         """
         raise NotImplementedError
 
@@ -192,15 +192,16 @@ class StepFeature:
         """Launch work that the step's inputs depend on. May be captured."""
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
-        """Launch work that follows the forward of every step, and belongs to it: a graph may hold both.
+        """Launch work that directly follows the forward of every step. A CUDA graph may hold it with the forward.
 
-        A graph that ends at logits has no hidden states.
+        If `output` has logits, hidden states are not available.
         """
 
     def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
         """Launch work that reads hidden states, in steps for which `wants_hidden` returns True. Not captured.
 
-        Copies to the host (rows/staged_writes.download) may only be launched here; they are read when the step ends.
+        Returns the feature's result for the step; None if there is none. Copies to the host
+        (rows/staged_writes.download) may only be launched here; they are read when the step ends.
         """
         return None
 
@@ -218,7 +219,7 @@ class StepFeature:
         """Launch work that reads the step's tokens from the states, and that the host does not wait for."""
 
     def end(self, step: SchedulerOutput) -> None:
-        """Launch work that follows the step."""
+        """Launch work that follows the step, after everything else that `submit` launches."""
 
     def failed(self) -> None:
         """Drop the data that was staged for a step which has failed. The data has not reached the device."""

@@ -76,7 +76,7 @@ class StepSampling:
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """Sample a token for each of `num_rows` rows by temperature and seed, and advance the states.
 
-        Returns the rows' logits. May be captured. output: with one entry per row.
+        Returns the rows' logits. A CUDA graph may capture the launches. output: has one entry per row.
         """
         logits_RV = self._model.logits_of(output)
         rows = slice(0, num_rows)
@@ -281,7 +281,8 @@ class TokenRing:
     ) -> PendingStep:
         """Return the pending step whose tokens the last counted launch writes.
 
-        logprobs: its log-probabilities; None if no request asks for any. results: the features' results, by name.
+        logprobs: the step's log-probabilities; None if no request asks for any. results: the features' results, by
+        name.
         """
         event = None
         if self._device.type == "cuda":

@@ -98,10 +98,10 @@ class StepInFlight:
         *,
         any_late: bool,
     ) -> StepInFlight:
-        """Return the step that was built.
+        """Return the step that `builder` has built, with the SchedulerOutput to send to the runner.
 
-        number: the step's number. removed: see SchedulerOutput. any_late: whether any unfinished request samples late;
-        if not, the step's requests are not searched for late ones.
+        number: the step's number. removed: see SchedulerOutput. registered: see the field. any_late: whether any
+        unfinished request samples late; if not, the step's requests are not searched for late ones.
         """
         others, num_decodes = builder.others, len(builder.decodes)
         requests = builder.decodes + others.requests
@@ -158,7 +158,7 @@ def step_outputs(
     """Return the outputs of a step with one token per request.
 
     not_steady: indices of tokens to leave out of the columns, because their requests have an output in `others` or have
-    ended.
+    ended. others: see StepOutputs.
     """
     request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
@@ -191,7 +191,7 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[Outp
 def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
-    """Return the output of a request for a step. tokens: the request's part of `result.token_ids`.
+    """Return the output of a request for a step. tokens: the slice of `result.token_ids` that has its tokens.
 
     finish: how the request ends; None if it continues. extras: see EngineOutput.
     """

@@ -218,7 +218,7 @@ def compile_kernels(
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
     """Compile the kernels of sampling and attention. For a thread that runs while the model is traced.
 
-    Raises the errors of compilations.
+    group: the ranks that share the vocabulary. Raises the errors of compilations.
     """
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
@@ -292,7 +292,10 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 @torch.inference_mode()
 def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuffers, shape: BatchShape) -> None:
-    """Call the forwards of a batch, in a dry run: to hidden states and, if the batch has few tokens, also to logits."""
+    """Call the forward of a batch in each variant, in a dry run that collects its kernels.
+
+    The forward is called to hidden states and, if the batch has few tokens, also to logits.
+    """
     for variant in model.variants:
         asked = buffers.asked[variant]
         empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)

@@ -124,7 +124,10 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 
 
 def make_features(link: StageLink | None = None) -> MakeFeatures:
-    """Return the functions that make a runner's features. `link` connects the stages of a pipeline, if any."""
+    """Return the functions that make a runner's features.
+
+    `link` connects the stages of a pipeline; None: no pipeline.
+    """
     if link is None:
         return MakeFeatures(eager_features, step_features, memory=rank_memory)
     stage = link.stage

@@ -1,4 +1,4 @@
-"""Prepare data of prompts that the core asks for, such as pixels, in threads, since the preparation may take long."""
+"""Prepares data of prompts that the core asks for, such as pixels, in threads, since the preparation may take long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Calls = Sequence[ControlCall]
 
 
 class AskedData:
-    """Prepares data that the core asks for. A loop takes the data and sends it between two steps."""
+    """Prepares data that the core asks for.
+
+    The caller's loop takes ready data by `take`, and sends it between steps.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="asked")  # they start when needed
@@ -41,15 +44,15 @@ class AskedData:
         return [(self._running.pop(each), each.result()) for each in ready]
 
     def close(self) -> None:
-        """Prepare nothing any more. Does not wait for the threads."""
+        """Stop preparing data. Does not wait for the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class AskedDataOfStreams:
-    """Prepares data that the core asks for, and sends it from an event loop.
+    """Prepares data that the core asks for, and sends it to the core from an event loop.
 
-    is_tracked: returns whether the engine request with this id runs. fail: ends the request with this id with an error,
-    and returns the ids of its engine requests that run.
+    is_tracked: returns whether the engine request with this id runs. fail: ends the prompt's request with this id with
+    an error, and returns the ids of its engine requests that still run, which are then aborted.
     """
 
     def __init__(self, is_tracked: Callable[[str], bool], fail: Callable[[str, Exception], list[str]]) -> None:

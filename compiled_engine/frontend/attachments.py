@@ -1,4 +1,4 @@
-"""Wait in threads for the data that comes with prompts, such as images, for a call of `LLM` or an event loop."""
+"""Waits in threads for the data that comes with prompts, such as images, for a call of `LLM` or an event loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ OF_A_CALL, OF_A_LOOP = 16, 32
 
 
 class Arrivals:
-    """The requests of a call, each made once the data of its prompt is ready.
+    """Makes the requests of a call, each once the data of its prompt is ready.
 
     Data is prepared while other requests run, for at most OF_A_CALL prompts besides `most_running` requests. So a call
     with many images neither waits for all of them, nor holds all of them in memory.
 
     attached: the attachment of each prompt, None for a prompt without data. makers: for each prompt, the function that
-    makes its request, called in the caller's thread. order: the prompts' indices, in the order of their arrival.
+    makes its request, called in the caller's thread. order: the prompts' indices, in the order in which requests are
+    made.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Arrivals:
     def take(self, num_running: int) -> list[PreparedRequest]:
         """Return the next requests whose data is ready. Waits for one if no request of the call runs.
 
-        num_running: requests of the call that run. Raises as `Attachment.wait` and the makers do.
+        num_running: number of the call's requests that run. Raises the errors of `Attachment.wait` and of the makers.
         """
         while self._left and num_running + len(self._begun) < self._most:
             index = self._left.popleft()
@@ -73,9 +74,9 @@ class Arrivals:
 
 
 class AttachmentThreads:
-    """Threads that wait for the data of prompts on behalf of an event loop.
+    """Waits for the data of prompts in threads, on behalf of an event loop.
 
-    Data that other machines send has threads of its own, as these machines may be slow.
+    Data that other machines send has separate threads, as these machines may be slow.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,10 @@ class AttachmentThreads:
         self._remote = ThreadPoolExecutor(OF_A_LOOP, thread_name_prefix="attached from afar")
 
     async def wait(self, attached: Sequence[Attachment | None]) -> None:
-        """Wait until the data is ready. Cancelling the call ends the wait. Raises as `Attachment.wait` does."""
+        """Wait until the data of all attachments is ready. Cancelling the call ends the wait.
+
+        Raises the errors of `Attachment.wait`.
+        """
         is_over = threading.Event()
         try:
             for each in attached:

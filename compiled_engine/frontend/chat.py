@@ -1,4 +1,4 @@
-"""Convert conversations to prompts with the tokenizer's chat template."""
+"""Converts conversations to prompts with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ def render_chat(
 ) -> Prompt:
     """Return a conversation's prompt: text and token ids, and the images of its messages.
 
-    Only the template produces special tokens: text in messages, tools and chat_template_kwargs stays text. `check` may
-    reject the rendered text before it is tokenised. `is_stopped` is polled while the template runs. `placeholder` is
-    the token of an image, for templates that read text alone. `mm_processor_kwargs` are for the images.
+    Only the template produces special tokens: text in messages, tools and chat_template_kwargs stays text. `name` is
+    the conversation's name in errors. `check` may reject the rendered text before it is tokenised. `is_stopped` is
+    polled while the template runs. `placeholder` is the token of an image, for templates that read text alone.
+    `mm_processor_kwargs` are for the images.
 
     Raises WorkStopped if stopped. Raises TypeError or ValueError with the message and the reason: no template, a
     malformed message, a role or tools that the template does not support, or the template's own error.
@@ -138,7 +139,8 @@ def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> s
 def _check_conversation(name: str, conversation: Any, template: str, images: list[Any]) -> Sequence[dict[str, Any]]:
     """Return copies of the messages, and append their images to `images`.
 
-    Raises TypeError or ValueError unless their contents are text and images.
+    name: the conversation's, for errors. Raises TypeError or ValueError unless the messages are valid and their
+    contents are text and images.
     """
     if not isinstance(conversation, list | tuple):
         raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
@@ -162,7 +164,10 @@ def _check_conversation(name: str, conversation: Any, template: str, images: lis
 
 
 def _checked_content(name: str, content: Any, images: list[Any]) -> Any:
-    """Return a content in which images are parts of type "image"; appends the images themselves to `images`."""
+    """Return a message's content with images replaced by parts of type "image", and append the images to `images`.
+
+    name: the content's, for errors. Raises TypeError or ValueError for other contents than text and images.
+    """
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):

@@ -1,4 +1,4 @@
-"""Render chat templates with jinja2 in a sandbox, with the functions that transformers provides to templates.
+"""Renders chat templates with jinja2 in a sandbox, with the functions that transformers provides to templates.
 
 Templates are untrusted: they see plain JSON values only, never Python objects.
 """
@@ -83,7 +83,7 @@ def render_template(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without fields that are None, and with its reasoning under the names that templates read."""
+    """Return the message without fields that are None, and with its reasoning under each name that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in REASONING_FIELDS:
         if name in message:
@@ -94,7 +94,8 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
     """Append MARK to the field of a message, in place. If the field is a list, append MARK to its last text part.
 
-    Returns the text without MARK.
+    Returns the text without MARK. Raises ValueError if the field has no text, or if the template does not use the
+    field.
     """
     text = message.get(field)
     if isinstance(text, list):
@@ -173,9 +174,9 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _with_stops(template: nodes.Template) -> nodes.Template:
-    """Insert calls of `_stop` into each loop iteration and macro call, in place. Return the template.
+    """Insert calls of `_stop` into each loop iteration and macro call of a template, in place. Return the template.
 
-    Nothing else in a template can run endlessly.
+    Only loops and macros can run endlessly.
     """
     repeats: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
     for repeated in repeats:

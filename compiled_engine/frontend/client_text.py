@@ -1,4 +1,4 @@
-"""Keep client text from becoming special tokens: only chat templates may produce these."""
+"""Keeps client text from becoming special tokens, which only chat templates may produce."""
 
 from __future__ import annotations
 
@@ -80,14 +80,17 @@ class ClientText:
 
 
 def _pattern(tokens: list[tuple[str, bool]]) -> re.Pattern[str]:
-    """Return the pattern by which a tokenizer matches added tokens. `tokens` has their texts with `single_word`."""
+    """Return the pattern by which a tokenizer matches added tokens.
+
+    tokens: the text of each token, and whether it is only matched as a whole word (`single_word`).
+    """
     longest_first = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
     found = [rf"(?<!\w){re.escape(text)}(?!\w)" if word else re.escape(text) for text, word in longest_first]
     return re.compile("|".join(found) or r"(?!)")
 
 
 def _escaped(character: str) -> str:
-    """Return a character as escaped by ASCII JSON and Python's repr."""
+    """Return a character in the escaped form that ASCII JSON and Python's repr use."""
     return f"\\u{ord(character):04x}"
 
 

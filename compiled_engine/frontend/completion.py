@@ -1,4 +1,4 @@
-"""Collect the tokens of one completion, and yield its text, log-probabilities and finish reason."""
+"""Collects the tokens of one completion, and makes its text, log-probabilities and finish reason."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class Completion:
     def look(self, *, ends: bool = False) -> None:
         """Decode the token that was appended last, and end the completion if a stop string is complete.
 
-        A special token can be a stop string of its own. With `ends`, the core ends the completion at this token, so
-        that it does not count as a stop string.
+        A special token can itself be a stop string. ends: the core ends the completion at this token, so that the token
+        does not count as a stop string.
         """
         if self._params.stop:
             self._decode()

@@ -1,4 +1,4 @@
-"""Incremental detokenisation that never emits part of a character."""
+"""Converts tokens to text incrementally, without ever emitting part of a character."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class Detokenizer:
         return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _repeats_no_text(self, token_id: int, neighbour: Sequence[int]) -> bool:
-        """Return whether neither the token nor its neighbour has text.
+        """Return whether neither the token nor its neighbour has text. Such a token can be left out.
 
-        One such token is enough to end a run of byte tokens.
+        One token without text is enough to end a run of byte tokens. neighbour: a list of one token, or empty.
         """
         text_of = self._tokenizer.decode_token
         return bool(neighbour) and not text_of(token_id) and not text_of(neighbour[0])

@@ -1,4 +1,4 @@
-"""The synchronous loop of `LLM`: add requests to the core, step it, yield what changed, clean up."""
+"""Runs the synchronous loop of `LLM`: adds requests to the core, steps it, yields what changed, cleans up."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class EngineLoop:
     ) -> Generator[RequestOutput, None, None]:
         """Yield each request's output when it is finished; with `partial`, also whenever the output has grown.
 
-        arrivals: further requests, each added once the data of its prompt is ready. Raises their errors too.
+        arrivals: further requests, each added once the data of its prompt is ready. Raises the errors of
+        `Arrivals.take`, and RuntimeError if the loop is closed or busy with another call.
         """
         outputs = self._run(requests, partial, arrivals)
         try:

@@ -1,4 +1,4 @@
-"""Default sampling parameters from the checkpoint's generation_config.json."""
+"""Reads default sampling parameters from the checkpoint's generation_config.json."""
 
 from __future__ import annotations
 

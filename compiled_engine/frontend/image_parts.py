@@ -1,4 +1,4 @@
-"""Image parts of messages: read the forms in which callers give images, and convert them for templates."""
+"""Reads the image parts of messages in the forms that callers use, and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def image_of(name: str, part: Mapping[str, Any]) -> Any:
 def read_by(
     template: str, messages: Sequence[dict[str, Any]], values: Any
 ) -> tuple[Sequence[dict[str, Any]], str | None]:
-    """Return the messages with images as the template reads them, and the mark for an image in a text.
+    """Return the messages with images in the form that the template reads, and the mark of images in texts.
 
     Parts of type "image" are kept if the template renders such parts for the message's role. Otherwise the message
-    becomes a text with the mark for each image. The mark is None if no message has it. `values` is all that the
+    becomes a text with the mark in place of each image. The mark is None if no message has it. `values` is all that the
     template reads; the mark occurs in none of its texts.
 
     Raises ValueError if the texts contain all of MARKS.

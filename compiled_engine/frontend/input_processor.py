@@ -1,4 +1,4 @@
-"""Convert prompts and sampling parameters to engine requests. All are checked before any is scheduled."""
+"""Converts prompts and sampling parameters to engine requests. All are checked before any is scheduled."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class InputProcessor:
         """Return a request for each prompt.
 
         Parameters and priorities apply to all prompts, or are lists with one entry for each. `attached` has the
-        prompts' attachments; with (), this method makes them. It waits for their data. `given` has the arguments that
-        only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what is
-        allowed.
+        prompts' attachments; if it is empty, this method makes them. Waits for the data of the attachments. `given` has
+        the arguments that only features read, such as lora_request. Raises TypeError or ValueError with the field, its
+        value and what is allowed.
         """
         attached = attached or attach_all(self.features, prompts)
         makers = self.makers(prompts, sampling_params, priority, attached=attached, **given)
@@ -86,10 +86,10 @@ class InputProcessor:
         attached: Sequence[Attachment | None],
         **given: Any,
     ) -> list[Callable[[], PreparedRequest]]:
-        """Return a function for each prompt, which makes its request once the data of its attachment is ready.
+        """Return for each prompt a function that makes its request, to be called once its attachment's data is ready.
 
-        Parameters, priorities and arguments of features are checked here; prompts and their data by the functions, with
-        the errors of `process`.
+        For the arguments see `process`. Parameters, priorities and arguments of features are checked here. The returned
+        functions check prompts and their data, and raise the errors of `process`.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self.limits)
@@ -98,7 +98,7 @@ class InputProcessor:
         return [partial(self._prepare, *each) for each in of_prompts]
 
     def tokens(self, prompt: Prompt, attachment: Attachment | None, params: SamplingParams) -> tuple[int, ...]:
-        """Return a prompt's tokens, including those that stand for its data, untruncated. The data must be ready.
+        """Return a prompt's tokens before truncation, including those that stand for its data. The data must be ready.
 
         Raises ValueError for an invalid prompt, and for a prompt that would be too long after truncation.
         """
@@ -232,7 +232,10 @@ def is_priority(value: int) -> bool:
 
 
 def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int, refused_id: int | None = None) -> None:
-    """Raise ValueError if there are no ids, or one is outside the vocabulary or the token that the model refuses."""
+    """Raise ValueError if a prompt has no token ids, an id outside the vocabulary, or `refused_id`.
+
+    refused_id: the token that the model does not take in prompts; None for none.
+    """
     if not token_ids:
         given: object = prompt.text if prompt.token_ids is None else []
         raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")

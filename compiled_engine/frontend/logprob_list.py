@@ -1,4 +1,4 @@
-"""Log-probabilities for users, stored as a few numbers per token. Entries are built on access."""
+"""Stores log-probabilities for users as a few numbers per token, and builds the entries on access."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Entry = TypeVar("Entry")
 
 
 class GrowingLogprobs:
-    """Log-probabilities of a completion or a prompt; grows by one row per token.
+    """Collects the log-probabilities of a completion or a prompt, one row per token.
 
     `num_top` is the requested number of most likely tokens, -1 for the whole vocabulary. `context` has the preceding
-    tokens, which affect the first token's text. A prompt's first token has no row: it is the `context`, and `first` has
-    its entry.
+    tokens, which affect the first token's text. A prompt's first token has no row: its id is given as `context`, and
+    its entry as `first`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GrowingLogprobs:
         self._data += data[start : start + size]
 
     def end(self) -> None:
-        """Mark that no token follows: the last token gets the held-back text."""
+        """Record that no token follows, so that the last token gets the held-back text."""
         self._ended = True
 
     def sum_of_chosen(self) -> float:
@@ -91,7 +91,7 @@ class GrowingLogprobs:
             yield _entry(rank, token_ids, logprobs, decoded)
 
     def arrays(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `LogprobList.arrays` of the first `stop` entries."""
+        """Return token ids and log-probabilities of the first `stop` entries, see `LogprobList.arrays`."""
         count = max(0, stop - len(self._first))
         rows_RW = LogprobRows(count, bytes(self._data[: count * self._row_bytes])).array()
         return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)
@@ -228,10 +228,7 @@ class TokenTexts:
         )
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """Add the token `token_ids[0]`. The other ids are alternatives to it.
-
-        Returns the text of each id.
-        """
+        """Add the token `token_ids[0]`. Return its text, and the texts that the other ids would have in its place."""
         chosen, *others = token_ids
         texts = list(map(self._as_next, others))
         if self._detokenizer.leaves_no_text(chosen):

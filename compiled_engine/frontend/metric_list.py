@@ -1,4 +1,4 @@
-"""The engine's metrics as a list of named gauges and counters."""
+"""Converts the engine's metrics to a list of named gauges and counters."""
 
 from __future__ import annotations
 

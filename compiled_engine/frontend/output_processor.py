@@ -1,4 +1,4 @@
-"""Convert the core's step outputs to one RequestOutput per prompt, with all its completions."""
+"""Converts the core's step outputs to one RequestOutput per prompt, with all its completions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RunningRequest:
         return self._output(completions, prompt_logprobs, self._metrics())
 
     def delta(self) -> RequestOutput:
-        """Return the changes since the last call: completions that have grown, and prompt log-probabilities.
+        """Return the changes since the last call: new parts of completions, and new prompt log-probabilities.
 
         Only the last delta has metrics, which keeps the many others cheap.
         """
@@ -154,7 +154,7 @@ class RunningRequest:
 
 
 class Asked(NamedTuple):
-    """A demand of the core for data of a prompt, such as pixels."""
+    """Data of a prompt that the core has asked for, such as pixels. `give` makes the data with these keys."""
 
     give: Give
     request_id: str  # of the prompt
@@ -177,9 +177,10 @@ class OutputProcessor:
         self._asked: list[Asked] = []
 
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
-        """Start tracking a request that arrives now.
+        """Start tracking a request that arrives now, and return its state.
 
-        With `partial`, `process` returns the request after every token. Otherwise it may do so only at the end.
+        With `partial`, `process` returns the state after every token. Otherwise `process` may return it only at the
+        end.
         """
         if request.collect is not None:
             collecting = request.collect(request)
@@ -202,7 +203,7 @@ class OutputProcessor:
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
-        """Process a step's outputs. Return the requests that changed, and the ids of engine requests to abort.
+        """Process a step's outputs. Return the states that changed, and the ids of engine requests to abort.
 
         Requests to abort have ended by a stop string, which the core does not detect.
         """
@@ -221,7 +222,7 @@ class OutputProcessor:
         return list(changed.values()), aborts
 
     def take_asked(self) -> list[Asked]:
-        """Return the demands of the core for data since the last call."""
+        """Return the data that the core has asked for since the last call."""
         asked, self._asked = self._asked, []
         return asked
 

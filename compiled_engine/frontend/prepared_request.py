@@ -1,4 +1,4 @@
-"""A request that is checked and tokenised, and the interface of the object that collects its outputs while it runs."""
+"""Defines `PreparedRequest`, a checked and tokenised request, and `Running`, the collector of a request's outputs."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ argument, and raises WorkStopped if that returns True. Raises TypeError, ValueEr
 
 
 class PreparedRequest(msgspec.Struct, frozen=True):
-    """A prompt ready to run, with one engine request for each of its `sampling_params.n` completions."""
+    """A prompt that is ready to run, and one engine request for each of its `sampling_params.n` completions."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
-    given: Any = None  # for the core besides each engine request, see EngineCore.add
+    given: Any = None  # passed to the core with each engine request, see EngineCore.add
     output: Mapping[str, Any] = {}  # fields of its RequestOutput that features set
-    give: Give | None = None  # gives the core the data that it asks for, see EngineOutput.asks
-    collect: Callable[[PreparedRequest], Running] | None = None  # makes its Running; None: RunningRequest
+    give: Give | None = None  # returns data that the core asks for, see EngineOutput.asks
+    collect: Callable[[PreparedRequest], Running] | None = None  # returns the request's Running; None: RunningRequest
 
 
 class Running(Protocol):
-    """Collects the outputs of a running request, and makes the result that the user gets."""
+    """Interface of objects that collect the outputs of a running request and make the user's result from them."""
 
     request: PreparedRequest
     finished: bool
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """Note that a token was appended to an engine request's completion. Return its finish reason, if any.
+        """Check a completion after a token was appended to it. Return its finish reason, or None while it runs.
 
-        `now` is in seconds of time.perf_counter.
+        engine_request_id: the engine request of the completion. now: the current time in seconds of time.perf_counter.
         """
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's output of an engine request. Return its finish reason, if any."""
+        """Add a step's output to one completion. Return its finish reason, or None while it runs.
+
+        now: see `look`.
+        """
 
     def unfinished_ids(self) -> list[str]:
-        """Return the ids of engine requests that still run."""
+        """Return the ids of the engine requests that still run."""
 
     def snapshot(self) -> Any:
         """Return the request's whole result so far."""
 
     def delta(self) -> Any:
-        """Return the changes of the result since the last call."""
+        """Return the part of the result that was added since the last call."""

@@ -30,16 +30,19 @@ VALUE_SIZE = 8  # a key, number, array or object costs a template and tokenizer 
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A parsed prompt with its name for errors: text, token ids, or both."""
+    """A parsed prompt: text, token ids, or both. `name` names it in errors, such as prompts[3]['prompt']."""
 
     name: str
     text: str | None
     token_ids: tuple[int, ...] | None
     cache_salt: str | None = None
-    data: Mapping[str, Any] = {}  # values of DATA_KEYS, if there are any for the first
+    data: Mapping[str, Any] = {}  # the dict's entries for DATA_KEYS; empty without multi_modal_data
 
     def part_name(self, *keys: str | int) -> str:
-        """Return the name of an entry of the prompt's dict, for errors."""
+        """Return the name, for errors, of the entry at `keys` in the dict that the user gave as this prompt.
+
+        For prompts[3], part_name("multi_modal_data", "image") returns prompts[3]['multi_modal_data']['image'].
+        """
         name = self.name
         for key in KEYS:
             name = name.removesuffix(f"['{key}']")
@@ -49,7 +52,8 @@ class Prompt(msgspec.Struct, frozen=True):
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     """Parse one prompt or several. A list of integers is one prompt; any other list holds several or none.
 
-    Raises TypeError or ValueError with the prompt (such as prompts[3]), its value and what is allowed.
+    Raises TypeError or ValueError for an invalid prompt. The message has the prompt's name (such as prompts[3]), its
+    value and what is allowed.
     """
     if isinstance(prompts, str | Mapping):
         return [_parse("prompts", prompts)]
@@ -61,7 +65,10 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: PromptLike) -> Prompt:
-    """Parse a single prompt. Raises what `parse_prompts` raises, and ValueError for several prompts or none."""
+    """Parse and return a single prompt.
+
+    Raises the errors of `parse_prompts`, and ValueError for several prompts or none.
+    """
     prompts = parse_prompts(prompt)
     if len(prompts) != 1:
         raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
@@ -97,20 +104,23 @@ def _parse(name: str, prompt: Any) -> Prompt:
 
 
 def _shown(value: Any) -> str:
-    """Return the value's repr on one line, shortened."""
+    """Return the value's repr on one line, cut to LONGEST_VALUE characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def _as_list(value: Any) -> str:
-    """Return advice on how to make a list of an array, a tensor or a generator; "" for other values."""
+    """Return the end of an error message: how to make a list of an array, a tensor or a generator.
+
+    Returns "" for other values.
+    """
     if hasattr(value, "tolist"):
         return "; its tolist() is a list"
     return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, str | bytes) else ""
 
 
 def check_salt(name: str, salt: Any) -> None:
-    """Raise TypeError or ValueError for an invalid cache_salt. `name` is for the error."""
+    """Raise TypeError or ValueError unless `salt` is a valid cache_salt. `name` names it in the error."""
     if not isinstance(salt, str):
         raise TypeError(f"{name} must be a string, got {salt!r}")
     if not 1 <= len(salt) <= LONGEST_SALT:
@@ -142,12 +152,15 @@ def _is_integer(value: Any) -> bool:
 
 
 def has_long_text(value: Any) -> bool:
-    """Return whether tokenising this prompt or conversation would block an event loop for long."""
+    """Return whether a prompt or conversation has at least LONG_TEXT characters of text.
+
+    Tokenising so much text would block an event loop for long.
+    """
     return num_characters(value) >= LONG_TEXT
 
 
 def num_characters(value: Any) -> int:
-    """Return the total length of all texts in nested lists and dicts."""
+    """Return the total length of the texts in nested lists and dicts. Keys and lists of token ids do not count."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -158,7 +171,7 @@ def num_characters(value: Any) -> int:
 
 
 def rendering_size(value: Any) -> int:
-    """Return a chat template's input size in characters, an estimate of the time that rendering takes.
+    """Return the size of a chat template's input in characters, as an estimate of the time that rendering takes.
 
     All texts, keys, numbers, arrays and objects count. Counting stops beyond HUGE_TEXT.
     """

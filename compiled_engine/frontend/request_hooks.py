@@ -1,7 +1,7 @@
-"""Hooks of features in the frontend, which run before the engine core gets a request.
+"""Defines the hooks by which features take part in the frontend, before the engine core gets a request.
 
-A feature overrides the methods of `RequestFeature` that it needs. It can add values to a request, for its part in the
-core (PlanFeature), and fields to the user's output.
+A feature overrides the methods of `RequestFeature` that it needs. A feature can add values to a request, which the
+feature's PlanFeature reads in the core, and fields to the user's output.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class RequestPart(NamedTuple):
-    """The values that a feature adds to a request, for the core and for the user's output."""
+    """The values that a feature adds to one request, for the core and for the user's output."""
 
-    extras: Mapping[str, Any] = {}  # of its EngineRequests
+    extras: Mapping[str, Any] = {}  # added to the extras of its EngineRequests
     root: Mapping[str, str] = {}  # parts of its prefix root, see engine/messages.prefix_root
     given: Any = None  # the argument `given` of EngineCore.add; at most one feature sets it
-    output: Mapping[str, Any] = {}  # fields of its RequestOutput
-    contents: tuple[Content, ...] = ()  # of its EngineRequests; at most one feature sets them
+    output: Mapping[str, Any] = {}  # fields of the request's RequestOutput
+    contents: tuple[Content, ...] = ()  # contents of its EngineRequests; at most one feature sets them
     give: Give | None = None  # see PreparedRequest; at most one feature sets it
 
 
@@ -31,7 +31,7 @@ NO_PART = RequestPart()
 
 
 class Attachment(Protocol):
-    """A feature's work on the data that comes with a prompt, such as images."""
+    """Prepares the data that comes with a prompt, such as images. `RequestFeature.attach` makes it."""
 
     @property
     def is_ready(self) -> bool:
@@ -42,26 +42,29 @@ class Attachment(Protocol):
         """Whether `wait` waits for other machines, which may take long to answer."""
 
     def wait(self, is_stopped: Stopped = never) -> None:
-        """Wait until the data is ready; may be called in any thread, and again. `is_stopped` is polled meanwhile.
+        """Wait until the data is ready. May be called in any thread, and repeatedly. Polls `is_stopped` meanwhile.
 
-        Raises WorkStopped if stopped. Raises TypeError, ValueError or OSError for data that cannot be used.
+        Raises WorkStopped once `is_stopped` returns True. Raises TypeError, ValueError or OSError for data that cannot
+        be used.
         """
 
     def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt's tokens, including those that stand for the data.
 
-        Raises ValueError if the prompt does not fit the data.
+        token_ids: the tokenised prompt, in which each item of data may have a placeholder. Raises ValueError if the
+        prompt does not fit the data.
         """
 
     def part(self, token_ids: tuple[int, ...], params: SamplingParams) -> RequestPart:
-        """Return the feature's part of the request. `token_ids` is the result of `expand`, or its end if truncated.
+        """Return the values that the feature adds to the request.
 
-        Raises ValueError if the data needs tokens that are missing, or rules out a parameter.
+        token_ids: the result of `expand`, or the last of its tokens if the prompt was truncated. Raises ValueError if
+        truncation removed tokens of the data, or if `params` has a parameter that is not supported with the data.
         """
 
 
 class Core(Protocol):
-    """The engine core's control calls; see EngineCore."""
+    """The methods of the engine core that make control calls; see EngineCore."""
 
     def call(self, call: ControlCall) -> Any: ...
 
@@ -69,7 +72,7 @@ class Core(Protocol):
 
 
 class AsyncCore(Protocol):
-    """The engine core's control calls on an event loop; see CoreClient."""
+    """The methods of the engine core's client that make control calls on an event loop; see CoreClient."""
 
     def call(self, name: str, **arguments: Any) -> Awaitable[Any]: ...
 
@@ -77,16 +80,16 @@ class AsyncCore(Protocol):
 
 
 class RequestFeature:
-    """The part of a feature in the frontend. Its methods do nothing unless overridden."""
+    """Base class of a feature's hooks in the frontend. Its methods do nothing unless overridden."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError, with a field's name first in its text, for parameters that the engine cannot serve."""
+        """Raise ValueError for parameters that the engine cannot serve. The message begins with the field's name."""
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
         """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.
 
-        Called on event loops, so the work begins in `Attachment.wait`. At most one feature of an engine may override
-        this.
+        Called on event loops, so the slow work is left to `Attachment.wait`. At most one feature of an engine may
+        override this method.
 
         Raises TypeError or ValueError for data that the feature does not take. The error begins with the name of the
         data.
@@ -96,9 +99,9 @@ class RequestFeature:
     def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
         """Return this feature's part of each request of a call, or () if no request has one.
 
-        A request without a part has NO_PART. `params` has the parameters of each request. `given` has the call's
-        arguments that only features read, by name. Raises TypeError or ValueError with the argument, its value and what
-        is allowed.
+        The part of a request to which the feature adds nothing is NO_PART. params: the parameters of each request.
+        given: the call's arguments that only features read, by name. Raises TypeError or ValueError for an invalid
+        argument. The message has the argument's name, its value and what is allowed.
         """
         return ()
 
@@ -107,23 +110,23 @@ class RequestFeature:
         return False
 
     def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
-        """Yield functions that read, and keep for `parts`, the files that these arguments name.
+        """Yield functions which read files that the arguments name, and keep what they read for `parts`.
 
         An event loop can run each function in a thread before it calls `parts`. given: as for `parts`.
         """
         return iter(())
 
     def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
-        """Make the control calls that the core must serve before it gets these requests.
+        """Make the control calls that the core must execute before it gets these requests.
 
         Raises ValueError if a call is refused.
         """
 
     async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
-        """Make the control calls of `before` on an event loop."""
+        """Make the control calls of `before` on an event loop. Raises the same errors."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the feature's figures in this process, by name."""
+        """Return the feature's metrics in this process, by name."""
         return {}
 
     def close(self) -> None:
@@ -158,7 +161,10 @@ def parts_of_all(
 
 
 def joined(parts: Sequence[RequestPart]) -> RequestPart:
-    """Return the parts of several features as one."""
+    """Return one part, merged from the parts that several features add to the same request.
+
+    Dicts are merged. Each other field has the value of the first part that sets it.
+    """
     return RequestPart(
         extras={name: value for part in parts for name, value in part.extras.items()},
         root={name: value for part in parts for name, value in part.root.items()},

@@ -1,4 +1,4 @@
-"""Async output streams for the requests of an API process, and their connection to the engine core."""
+"""Output streams for the requests of an API process on an event loop, and their connection to the engine core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 
 
 class RequestStream:
-    """The outputs of one request for one reader. A slow reader gets everything since its last output in one output."""
+    """Delivers the outputs of one request to one reader.
+
+    If the reader is slow, its next output has everything that is new since its previous output.
+    """
 
     def __init__(self, state: Running, output: OutputKind) -> None:
         self.state = state
@@ -32,14 +35,14 @@ class RequestStream:
         self._failure: Exception | None = None
 
     def wake(self) -> None:
-        """Tell the reader that the request has changed. A reader of "final" output is told only of the end."""
+        """Tell the reader that the request has changed. With "final" output, the reader is told only of the end."""
         if self._output != "final" or self.state.finished:
             self._has_changed = True
             if self._waiting is not None and not self._waiting.done():
                 self._waiting.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in the reader unless the request has ended."""
+        """Let `next` raise `error`, unless the request has finished."""
         self._failure = error
         self._has_changed = True
         if self._waiting is not None and not self._waiting.done():
@@ -47,7 +50,10 @@ class RequestStream:
                 self._waiting.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """Wait for the next output; the last one has `finished`. Only one reader may call this."""
+        """Wait for the next output and return it; the last one has `finished`. Only one reader may call this.
+
+        Raises the error given to `fail` if the request has not finished.
+        """
         if not self._has_changed:
             self._waiting = asyncio.get_running_loop().create_future()
             try:
@@ -82,7 +88,7 @@ class RequestStreams:
         return sum(not stream.state.finished for stream in self._streams.values())
 
     def add(self, request: PreparedRequest, output: OutputKind) -> RequestStream:
-        """Start tracking a request. Raises ValueError if its id is in use."""
+        """Start tracking a request and return its stream. Raises ValueError if its id is in use."""
         request_id = request.request_id
         if request_id in self._streams:
             raise ValueError(f"request_id {request_id!r} is already in use; allowed: an id of no request under way")
@@ -101,7 +107,7 @@ class RequestStreams:
         return unfinished
 
     def process(self, outputs: StepOutputs) -> list[str]:
-        """Process a step and wake the readers.
+        """Process a step's outputs and wake the readers of the requests that they change.
 
         Return the ids of engine requests to abort: they ended by a stop string.
         """
@@ -111,15 +117,18 @@ class RequestStreams:
         return complete
 
     def take_asked(self) -> list[Asked]:
-        """Return the demands of the core for data since the last call."""
+        """Return the prompt data that the core has asked for (see EngineOutput.asks) since the last call."""
         return self._outputs.take_asked()
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request has been added and has not ended."""
+        """Return whether an engine request has been added and has not ended or been removed."""
         return self._outputs.is_tracked(engine_request_id)
 
     def fail(self, request_id: str, error: Exception) -> list[str]:
-        """Raise an error in the reader of a request. Return the ids of its engine requests that still run."""
+        """Stop tracking a request, and raise an error in its reader.
+
+        Return the ids of its engine requests that still run; [] for an unknown id.
+        """
         if (stream := self._streams.get(request_id)) is None:
             return []
         unfinished = self.remove(stream)
@@ -127,7 +136,7 @@ class RequestStreams:
         return unfinished
 
     def abort(self, request_id: str) -> list[str]:
-        """End a request with finish_reason "abort". Return the ids of its engine requests that still run.
+        """End a request with finish_reason "abort". Return the ids of its engine requests that still run in the core.
 
         The list is empty if the request's id is unknown.
         """
@@ -137,7 +146,10 @@ class RequestStreams:
         return unfinished
 
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
-        """Raise an error in every reader of an unfinished request. Return the ids of engine requests that still run."""
+        """Stop tracking all requests, and raise an error in each reader whose request has not finished.
+
+        make_error: makes the error for each reader. Return the ids of engine requests that still run.
+        """
         return [each for request_id in list(self._streams) for each in self.fail(request_id, make_error())]
 
 
@@ -147,7 +159,11 @@ _EXIT_S = 30.0
 
 
 def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
-    """Return a client that passes steps to `streams`, and fails the streams when the core dies."""
+    """Return a client of the core that passes each step's outputs to `streams`.
+
+    The client aborts engine requests that ended by a stop string, and sends the core the data that it asks for. When
+    the core dies, readers get EngineDeadError.
+    """
     client: CoreClient
     data = AskedDataOfStreams(streams.is_tracked, streams.fail)
 
@@ -171,6 +187,6 @@ def leave(client: CoreClient, streams: RequestStreams) -> None:
 
 
 def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
-    """Close the connection as `leave` does, and wait for the core to exit. May be called repeatedly."""
+    """Close the connection as `leave` does, and wait for the core to exit, up to _EXIT_S. May be called repeatedly."""
     leave(client, streams)
     core.close(_EXIT_S)

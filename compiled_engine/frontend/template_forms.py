@@ -40,13 +40,16 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ContentForm:
-    """The form of a message's content that a chat template reads: text, or a list of parts."""
+    """The form in which a chat template reads a message's content: text, or a list of parts."""
 
     text: bool  # It reads a string.
     parts: int  # How many parts of a list it reads, 0 to 2; 2 stands for any number.
 
     def adapt(self, content: Any) -> Any:
-        """Return the content, a string or a list of text parts, in this form."""
+        """Return the content, a string or a list of text parts, in this form.
+
+        A list is joined with line ends to one text, unless the template reads any number of parts.
+        """
         if isinstance(content, str):
             return content if self.text or not self.parts else [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple) or self.parts == 2:
@@ -56,7 +59,7 @@ class ContentForm:
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """The forms of messages, tool calls and tools that a chat template reads."""
+    """The forms in which a chat template reads messages, tool calls and tools."""
 
     contents: Mapping[str, ContentForm]  # By role. Other roles have the user's form.
     arguments_as_text: bool  # Arguments of calls are read as a JSON string.
@@ -66,7 +69,10 @@ class TemplateForms:
     described: bool = False  # A tool must have a description.
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages in the forms that the template reads."""
+        """Return the messages of a conversation in the forms that the template reads.
+
+        Messages may be merged or split, see `one_system` and `one_call`.
+        """
         if self.one_system:
             messages = _one_system(messages)
         if self.one_call:
@@ -74,7 +80,7 @@ class TemplateForms:
         return [self.adapt(message) for message in messages]
 
     def tools(self, tools: Sequence[Any]) -> list[Any]:
-        """Return the tools' JSON schemas as the template reads them."""
+        """Return the tools (JSON schemas), with empty descriptions added if the template needs descriptions."""
         return [_described(tool) for tool in tools] if self.described else list(tools)
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +121,10 @@ def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Split each message with several calls into messages with one call. Each is followed by its call's result."""
+    """Return the messages, with each message that has several calls split into messages with one call.
+
+    Each of these messages is followed by the results of its call.
+    """
     apart: list[Mapping[str, Any]] = []
     place = 0
     while place < len(messages):
@@ -147,9 +156,10 @@ def _described(tool: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return a call's arguments as an object if they are a JSON object as text; {} for None, "" and null.
+    """Return a call's arguments as an object if they are the text of a JSON object; {} for None, "" and null.
 
-    Other arguments stay text, so that the model sees its own output.
+    Other arguments, and objects with more than DEEPEST_ARGUMENTS levels, are returned unchanged, so that the model sees
+    its own output.
     """
     if arguments is None:
         return {}
@@ -178,7 +188,7 @@ def _is_deep(value: Any) -> bool:
 
 @cache
 def forms_of(template: str) -> TemplateForms:
-    """Find the forms of messages and tools that a chat template reads, by rendering probes."""
+    """Return the forms in which a chat template reads messages and tools, found by rendering probe conversations."""
     user = _content_form(template, [], "user", [])
     asks = {"role": "user", "content": user.adapt("probe")}
     answers = {"role": "assistant", "content": user.adapt("probe")}
@@ -204,7 +214,10 @@ def forms_of(template: str) -> TemplateForms:
 
 
 def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether the template drops the second call of a message without an error."""
+    """Return whether the template drops the second call of a message without an error.
+
+    calls: a user message, and an assistant message with a call.
+    """
     asks, message = calls
 
     def shown(*names: str) -> list[bool]:
@@ -218,7 +231,10 @@ def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether the template refuses a message that has a call, content and reasoning."""
+    """Return whether the template refuses a message that has a call, content and reasoning.
+
+    calls: a user message, and an assistant message with a call.
+    """
     asks, message = calls
     content, thought = {"content": asks["content"]}, {REASONING_FIELDS[0]: "probe"}
 
@@ -229,7 +245,10 @@ def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
-    """Return whether the template drops the second of two system messages without an error."""
+    """Return whether the template drops the second of two system messages without an error.
+
+    form: the form of a system message's content. asks: a user message.
+    """
     text = _rendered(
         template, [*({"role": "system", "content": form.adapt(mark)} for mark in (MARK, OTHER_MARK)), asks]
     )
@@ -237,7 +256,7 @@ def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
 
 
 def _needs_descriptions(template: str, asks: Any) -> bool:
-    """Return whether the template refuses a tool without a description."""
+    """Return whether the template refuses a tool without a description. asks: a user message."""
     function = {name: value for name, value in _TOOL["function"].items() if name != "description"}
 
     def takes(tool: Any) -> bool:
@@ -249,10 +268,10 @@ def _needs_descriptions(template: str, asks: Any) -> bool:
 def _content_form(
     template: str, before: Sequence[Any], role: str, after: Sequence[Any], default: ContentForm | None = None
 ) -> ContentForm:
-    """Return the form of content that a template reads in messages of the role `role`.
+    """Return the form in which a template reads the content of messages with the role `role`.
 
-    The form is found by rendering a probe between the messages `before` and `after`. If no form shows in the output,
-    the result is `default`, or a string if that is None.
+    The form is found by rendering a probe between the messages `before` and `after`. If the probe's content does not
+    show in the output in either form, the result is `default`, or text if that is None.
     """
 
     def rendered(content: Any) -> str:
@@ -271,7 +290,10 @@ def _content_form(
 
 
 def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
-    """Return whether the template renders the arguments of calls as JSON only if they are given as JSON text."""
+    """Return whether the template renders the arguments of calls as JSON only if they are given as JSON text.
+
+    asks: a user message. user: the form of its content.
+    """
     given = {OTHER_MARK: MARK}
     answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
 
@@ -288,13 +310,16 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
 
 
 def rendered_probe(template: str, role: str, content: Any) -> str:
-    """Return what the template makes of a message with this content; "" if it refuses the conversation."""
+    """Return the text that the template renders for a conversation that ends with a message of this role and content.
+
+    Returns "" if the template refuses the conversation. No tools are given.
+    """
     before = [] if role in ("user", "system") else [{"role": "user", "content": "probe"}]
     return _rendered(template, [*before, {"role": role, "content": content}], with_tools=(None,))
 
 
 def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
-    """Return the texts rendered with each of the tool lists in `with_tools`, joined.
+    """Return the texts that the template renders with each of the tool lists in `with_tools`, joined.
 
     A conversation that the template refuses renders as "".
     """

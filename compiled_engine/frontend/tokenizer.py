@@ -1,4 +1,4 @@
-"""Load a checkpoint's tokenizer from local files, and answer questions about its vocabulary."""
+"""Loads a checkpoint's tokenizer from local files. `Tokenizer` is the frontend's interface to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ class Tokenizer:
         chat_template: Templates,
         in_transformers: Callable[[], PreTrainedTokenizerBase],
     ) -> None:
-        """`in_transformers` loads the tokenizer with transformers, on first access to `hf`."""
+        """Create the interface to `backend`.
+
+        special_tokens: text by name, such as eos_token. chat_template: one template, or several by name.
+        in_transformers: loads the tokenizer with transformers; called on the first access to `hf`.
+        """
         self._backend, self._in_transformers = backend, in_transformers
         # special_tokens: text by name, such as eos_token. chat_template: one template, or several by name.
         self.special_tokens, self.chat_template = special_tokens, chat_template
@@ -62,7 +66,7 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
-        """Wrap a tokenizer that transformers has loaded."""
+        """Return a Tokenizer for a tokenizer that transformers has loaded."""
         backend: TokenizerBackend
         if hf.is_fast:
             hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
@@ -79,12 +83,12 @@ class Tokenizer:
 
     @cached_property
     def client_text(self) -> ClientText:
-        """The renderer of values from clients. Text in them that resembles a special token stays text."""
+        """Renders values that clients send. Text in the values that looks like a special token stays ordinary text."""
         return ClientText(self._backend.added_tokens())
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
-        """The transformers tokenizer. The first access imports transformers and loads it."""
+        """The tokenizer as an object of transformers. The first access imports transformers and loads it."""
         if self._hf is None:
             self._hf = self._in_transformers()
         return self._hf
@@ -96,7 +100,7 @@ class Tokenizer:
         return None if end is None else self._backend.token_to_id(end)
 
     def knows(self, token_id: int) -> bool:
-        """Return whether the tokenizer has a token with this id. A model's vocabulary may be padded beyond it."""
+        """Return whether the tokenizer has a token with this id. A model's padded vocabulary may have further ids."""
         if token_id in self._known_ids:
             return True
         if self._backend.id_to_token(token_id) is None:
@@ -113,14 +117,15 @@ class Tokenizer:
         return self._backend.encode_batch(texts, add_special_tokens)
 
     def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
-        """Join two texts as the tokenizer encodes a pair. `first` and `second` are token ids without special tokens.
+        """Join two texts into one token sequence, with the special tokens that the tokenizer adds to a pair of texts.
 
-        With `most`, truncate the longer text until the pair has at most that many tokens.
+        first, second: the texts' token ids, without special tokens. most: the longer text is truncated until the
+        sequence has at most that many tokens; None: no limit.
         """
         return self._backend.join(first, second, most)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of a text's tokens, without tokenising it."""
+        """Return a lower bound on the number of a text's tokens, without tokenising it; 0 if no bound is known."""
         longest = self._backend.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
@@ -144,7 +149,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text that a token has within a longer text: with its leading space.
+        """Return the text that a token has within a longer text, including its leading space, if any.
 
         Special tokens are decoded alone.
         """
@@ -168,7 +173,7 @@ def has_tokenizer(path: Path) -> bool:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer in the folder `path` from its files alone, without downloads or the checkpoint's code.
 
-    Raises FileNotFoundError or ValueError with the folder, the reason, and the damaged file, if any.
+    Raises FileNotFoundError or ValueError, whose message has the folder, the reason, and the damaged file, if any.
     """
     find_tokenizer_folder(path, path)
     try:
@@ -208,9 +213,9 @@ def _not_loaded(path: Path, error: Exception) -> ValueError:
 
 
 def _damage(path: Path, *, vocabularies: bool = True) -> str:
-    """Return a description of the first damaged tokenizer file, or "".
+    """Return a description of the first damaged tokenizer file in the folder, or "" if none is damaged.
 
-    With `vocabularies`, large files are read completely. Otherwise only their ends are read.
+    vocabularies: read large files completely; otherwise only their ends are read.
     """
     for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
         if is_lfs_pointer(file):
@@ -240,9 +245,10 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
-    """Return the folder `given` or, if it is None, the checkpoint's; None if the checkpoint has no tokenizer.
+    """Return the folder of the tokenizer: `given`, or `model_path` if `given` is None.
 
-    Raises the errors of `load_tokenizer` for defects that show without reading the vocabulary.
+    Returns None if `given` is None and `model_path` has no tokenizer. Raises the errors of `load_tokenizer` for defects
+    that can be found without reading the vocabulary.
     """
     if given is None and not has_tokenizer(model_path):
         return None
@@ -277,10 +283,10 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text, and after a space if those ids differ.
+    """Return the token ids of each word at the start of a text and, if they differ, after a space.
 
-    As in vLLM, the ids after a space are left out unless they are as many as those at the start of a text. If they are
-    more, the first is a token for the space alone.
+    As in vLLM, the ids after a space are left out unless their number is the same and the first one differs. If they
+    are more, the first is a token for the space alone.
 
     Raises ValueError for a word without tokens.
     """

@@ -30,19 +30,25 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
-        """Return a pair. `type_ids` has 0 for tokens of the first text and 1 for the second; it is empty if unknown."""
+        """Return the pair with these tokens.
+
+        type_ids: 0 for each token of the first text and 1 for each of the second; empty if unknown.
+        """
         return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
 
 
 @dataclass(frozen=True)
 class PairForm:
-    """A tokenizer's template for joining two texts."""
+    """The template by which a tokenizer joins two texts."""
 
     # Each piece is a text (0 or 1) or fixed token ids, with the token type of its tokens.
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Return the two texts joined; see `TokenizerBackend.join`."""
+        """Return the two texts joined; see `TokenizerBackend.join`.
+
+        A `most` that is less than the number of the pair's special tokens has no effect.
+        """
         room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
         if room is not None and 0 <= room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
@@ -66,9 +72,9 @@ class TokenizerBackend(Protocol):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Join two texts, given as token ids without special tokens, to a pair with special tokens.
+        """Return two texts, given as token ids without special tokens, as a pair with special tokens.
 
-        With `most`, truncate the longer text until the pair has at most that many tokens.
+        most: the longer text is truncated until the pair has at most that many tokens; None: no limit.
         """
         ...
 
@@ -92,7 +98,7 @@ class TokenizerBackend(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Return the tokens, by id, that are matched before tokenisation, including the special ones."""
+        """Return the added tokens by id, special tokens included. They are matched in a text before it is tokenised."""
         ...
 
     def to_json(self) -> str: ...
@@ -166,7 +172,7 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 class _SpecialsApart:
-    """A copy of a tokenizer that knows each special token under a random text, so that no client text can contain one.
+    """A copy of a tokenizer in which special tokens have random texts, so that no client's text contains such a token.
 
     All other text is tokenised as by `backend`. In particular, an added token ends the text before it and may take
     adjacent spaces.

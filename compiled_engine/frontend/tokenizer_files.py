@@ -1,6 +1,6 @@
-"""Load tokenizers from tokenizer.json and tokenizer_config.json as transformers 5 does, without importing it.
+"""Loads tokenizers from tokenizer.json and tokenizer_config.json as transformers 5 does, without importing it.
 
-A folder with an unsupported feature raises `NotReadHere`; transformers then loads it.
+For a folder that needs a feature which only transformers supports, `NotReadHere` is raised, and transformers loads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Rebuild = Callable[[Tokenizer, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """A tokenizer class of transformers, described by its differences from tokenizer.json."""
+    """A tokenizer class of transformers, described by its changes to the tokenizer of tokenizer.json."""
 
     # Replaces parts of a tokenizer read from tokenizer.json, given tokenizer_config.json; None changes nothing.
     rebuild: Rebuild | None = None
@@ -75,9 +75,9 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether TokenizerClass.rebuild supports a tokenizer. Its model must be of the class `kind`.
+    """Return whether TokenizerClass.rebuild supports a tokenizer.
 
-    A BPE model must also have no word-boundary marks.
+    The tokenizer's model must be of the class `kind`, and a BPE model must have no word-boundary marks.
     """
     model: Any = tokenizer.model
     if not isinstance(model, kind):
@@ -153,12 +153,12 @@ Templates: TypeAlias = "str | dict[str, str] | None"
 
 
 class NotReadHere(Exception):
-    """The tokenizer uses a feature that only transformers supports."""
+    """Raised if a tokenizer uses a feature that only transformers supports."""
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer read from a folder."""
+    """A tokenizer read from a folder, with its special tokens and chat templates."""
 
     backend: Tokenizer
     special_tokens: dict[str, str]  # Text by name, such as eos_token.
@@ -168,7 +168,8 @@ class TokenizerParts:
 def read_tokenizer(path: Path) -> TokenizerParts:
     """Read the tokenizer in the folder `path`.
 
-    Raises NotReadHere, ValueError for a damaged JSON file, and the errors of `tokenizers` for a damaged tokenizer.json.
+    Raises NotReadHere if only transformers supports the tokenizer, ValueError for a damaged JSON file, and the errors
+    of the library `tokenizers` for a damaged tokenizer.json.
     """
     if not (path / TOKENIZER_FILE).is_file():
         raise NotReadHere(f"there is no {TOKENIZER_FILE}")
@@ -198,7 +199,7 @@ def read_tokenizer(path: Path) -> TokenizerParts:
 
 
 def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
-    """Return the chat templates of the folder `path`, or None. `config` is its tokenizer_config.json.
+    """Return the chat templates of the folder `path`, or None. config: the fields of its tokenizer_config.json.
 
     Template files take precedence over tokenizer_config.json, which takes precedence over chat_template.json, the file
     of older processors. Raises ValueError for a field that holds no templates.
@@ -228,10 +229,10 @@ def _templates(file: Path, given: Any) -> Templates:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json.
+    """Return the fields of tokenizer_config.json.
 
-    If it lists no added tokens, special_tokens_map.json replaces its special tokens. Raises NotReadHere for older files
-    that only transformers reads.
+    If it lists no added tokens, the special tokens of special_tokens_map.json replace its own. Raises NotReadHere if
+    the folder has older files that only transformers reads.
     """
     config = _read_json(path / CONFIG_FILE)
     if "added_tokens_decoder" in config:
@@ -264,9 +265,9 @@ def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
 
 
 def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Return the added tokens of tokenizer_config.json by id, in ascending order.
+    """Return the added tokens that tokenizer_config.json lists, by id, in ascending order.
 
-    If that file has no list of them, return those of tokenizer.json.
+    in_file: the added tokens of tokenizer.json, returned if tokenizer_config.json has no list.
     """
     if "added_tokens_decoder" not in config:
         return in_file

@@ -14,7 +14,7 @@ import torch
 
 
 class Box:
-    """The shape of the tile that a TMA copy transfers, and the tile's layout in shared memory.
+    """The shape of the tile ("box") that a TMA copy transfers, and the tile's layout in shared memory.
 
     Create each box once and keep it, since quick launches compare boxes by identity.
     """
@@ -33,8 +33,8 @@ class Box:
     def of(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
         """Return a TensorDescriptor for copies of this tile from or to `base`. Its attribute `box` is this Box.
 
-        shape, strides: shape and strides, in elements, of the view of `base` that is copied. The first call validates
-        them and raises AssertionError if TMA does not support them. Later calls validate nothing.
+        shape, strides: the shape, and the strides in elements, of the view of `base` that is copied. The first call
+        validates them and raises AssertionError if TMA does not support them. Later calls validate nothing.
         """
         if self._checked:
             found = object.__new__(self._descriptor)  # skips validation; other fields keep their defaults

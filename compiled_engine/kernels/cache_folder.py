@@ -50,14 +50,15 @@ def kernel_folder(cache_dir: Path | None) -> Path | None:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning, each text once per process."""
+    """Log a warning, but each text only once per process."""
     log.warning("%s", text)
 
 
 def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
-    """Return a context in which Triton keeps its files in `folder`, and checks them, see `kernel_variables`.
+    """Return a context in which Triton keeps its files in `folder` and checks them; see `kernel_variables`.
 
-    It sets environment variables. An engine starts in this context, since all kernels are compiled or loaded then.
+    The context sets environment variables. An engine starts in this context, since all kernels are compiled or loaded
+    then.
     """
     return environment_variables(kernel_variables(folder))
 
@@ -65,28 +66,28 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 def kernel_variables(folder: Path | None) -> dict[str, str]:
     """Return environment variables that make Triton check its files by `CheckedFiles` and keep them in `folder`.
 
-    None: Triton keeps its files where its own settings say.
+    folder None: Triton keeps its files where its own settings say.
     """
     return MANAGER | ({} if folder is None else {VARIABLE: str(folder)})
 
 
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
-    """Let Triton read and write the files of kernels that this thread compiles in `folder`, not in $TRITON_CACHE_DIR.
+    """Set the folder of the files of kernels that this thread compiles, in place of $TRITON_CACHE_DIR.
 
-    None: the environment variable applies to this thread again. The variable is process-wide: while this thread
-    compiles kernels, it may name the folder of a compiled piece that another thread is loading.
+    folder None: the environment variable applies to this thread again. The variable is process-wide: while this thread
+    compiles kernels, it may name the folder of a piece of the compiled model that another thread is loading.
     """
     _THREAD.folder = folder
 
 
 def folder_of_this_thread() -> Path | None:
-    """Return the folder that `keep_kernels_of_this_thread` has set; None if the environment variables apply."""
+    """Return the folder given to `keep_kernels_of_this_thread`; None if the environment variable applies."""
     folder: Path | None = getattr(_THREAD, "folder", None)
     return folder
 
 
 def is_checked(name: str) -> bool:
-    """Return whether a file of this name is stored with a digest, and checked before it is used.
+    """Return whether a file of this name is stored with a digest, and checked against it before it is used.
 
     Triton's lists of a kernel's files (__grp__) have no digest. They only contain names, so with a damaged list Triton
     finds no files.

@@ -24,8 +24,8 @@ _LOADS = itertools.count(1)
 class CheckedFiles(FileCacheManager):
     """A cache manager that reports damaged files as missing, so that Triton compiles their kernels again.
 
-    Only files in the engine's kernel folder are checked. Kernels of compiled pieces are in other folders: the manifest
-    of a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
+    Only files in the engine's kernel folder are checked. Kernels of the compiled model's pieces are in other folders:
+    the manifest in a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -82,7 +82,7 @@ class CheckedFiles(FileCacheManager):
 
 
 def _to_load(path: str) -> str:
-    """Return the path of a shared library, spelled with "/./" and "//" as no other call spells it.
+    """Return a spelling of a shared library's path that no other call returns, made with "/./" and "//".
 
     Paths of other files are returned unchanged. Triton's launchers are extension modules that all have the same name.
     When Python loads such a module from a path that it has loaded before, it reuses the module object of that name that

@@ -40,7 +40,7 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """Start to compute Triton's digests in a thread, and return an object whose `result` waits for them.
+    """Start to compute Triton's digests in a thread, and return an object whose `result` waits until they are computed.
 
     `result` never raises. Later calls for a device return the same object. The digests are those of Triton's files and
     of its compiler for `device`.
@@ -94,7 +94,7 @@ class KernelWorkers:
         self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
-        """Compile the kernel `module`.`name` in a worker, wait for it, and return whether it is compiled.
+        """Compile the kernel `module`.`name` in a worker, wait until it has ended, and return whether it succeeded.
 
         specialization: as Triton passes it to its jit_cache_hook. The worker stores the binary in the folder. Returns
         False if the compilation failed or if there is no worker.
@@ -124,10 +124,10 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Make the calling thread's launches of the engine's kernels only compile them, within this context.
+    """Within this context, let `workers` compile the engine's kernels that the calling thread launches.
 
-    `workers` compile the kernels in parallel, and `threads` wait for the workers. The calling thread launches none of
-    the engine's kernels, not even compiled ones, since skipped launches have not written their inputs. In other
+    The workers compile in parallel, and `threads` wait for the workers. The calling thread launches none of the
+    engine's kernels, not even compiled ones, since the skipped launches have not written their inputs. In other
     threads, a kernel is launched once a worker has compiled it. Kernels of other packages are launched as usual. Yields
     the hook that does this. A second engine that enters this context waits until the first has left it.
     """
@@ -147,8 +147,9 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 class KernelCollector:
     """A hook that Triton calls when it is about to compile a kernel (jit_cache_hook).
 
-    Lets workers compile the engine's kernels that the thread which created the hook launches, and collects them for
-    `load`. Other kernels are passed to `before`, the previous hook; None: there was none.
+    When the thread that created the hook launches one of the engine's kernels, a worker compiles the kernel, and the
+    hook collects it for `load`. Kernels of other packages are passed to `before`, the previous hook; None: there was
+    none.
     """
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
@@ -159,12 +160,10 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run `part` in one of `threads`, where launches are not skipped, see `compiled_by`.
+        """Run `part` in one of `threads`, where launches are not skipped (see `compiled_by`); return a future.
 
-        Returns a future that is done when `part` has ended.
-
-        If the workers are closed because the engine's start has failed, the next kernel that `part` would compile
-        raises CancelledError.
+        The future is done when `part` has ended. If the workers are closed because the engine's start has failed, the
+        next kernel that `part` would compile raises CancelledError.
         """
 
         def run() -> None:
@@ -180,11 +179,15 @@ class KernelCollector:
     def __call__(
         self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any
     ) -> bool | None:
-        """Handle a kernel that Triton is about to compile.
+        """Handle a kernel that Triton is about to compile. The arguments are those of Triton's jit_cache_hook.
 
-        In the thread that created the hook, lets a worker compile one of the engine's kernels, and returns True, which
-        prevents compilation and launch here. In other threads, waits until a worker has compiled it. Returns the
-        previous hook's result in all other cases, None without such a hook.
+        - One of the engine's kernels, in the thread that created the hook: lets a worker compile the kernel, and
+          returns True, which prevents compilation and launch in this process.
+        - One of the engine's kernels, in another thread, unless Triton only warms up: waits until a worker has compiled
+          the kernel.
+
+        In all cases but the first, returns the result of the previous hook, or None if there was none. Raises
+        CancelledError in a thread that runs a part (see `launched`) if the workers are closed.
         """
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()
@@ -208,8 +211,8 @@ class KernelCollector:
     def load(self) -> list[Future[Any]]:
         """Start to load the collected kernels in `threads`; return a future for each kernel.
 
-        A kernel that no worker could compile is compiled by the thread that loads it. Once the workers are closed, no
-        further kernel is loaded.
+        A kernel that no worker could compile is compiled by the thread that loads it. Kernels whose loading has not
+        begun when the workers are closed are not loaded.
         """
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 

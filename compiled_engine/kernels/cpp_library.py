@@ -34,12 +34,12 @@ recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
 
 
 class CannotCompile(RuntimeError):
-    """Raised if there is no C++ compiler, or if it failed. The message has the reason."""
+    """Raised if there is no C++ compiler, or if the compiler failed. The message has the reason."""
 
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
-    """Load the shared library of a C++ file from the kernel folder. Compile it first if it is not there or damaged.
+    """Load the shared library of a C++ file from the kernel folder. Compile it first if it is missing or damaged.
 
     The library's file name contains a digest of sources, flags, compiler and processor, so a library of another machine
     is never loaded. If `kernel_folder` returns None, every process compiles the library. Raises CannotCompile.
@@ -80,16 +80,16 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Protocol of objects that record calls. While `recorder` holds one, it records each call of a CppFunction."""
+    """Interface of objects that record calls of CppFunctions. The object that `recorder` holds records them."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 
 
 class CppFunction:
-    """A callable that calls the function `name` of the C++ file `source`, which returns nothing.
+    """Calls the function `name` of the C++ file `source`, which returns nothing.
 
-    types: the types of its arguments. POINTER: an address or None. INTEGER: int64. NUMBER: float32. The C++ file must
-    also define the function `name`_packed, see cpp_packed.h. Raises CannotCompile, see load_library.
+    types: the types of the function's arguments. POINTER: an address or None. INTEGER: int64. NUMBER: float32. The C++
+    file must also define the function `name`_packed, see cpp_packed.h. Raises CannotCompile, see load_library.
     """
 
     def __init__(self, source: Path, name: str, types: Sequence[type[Any]]) -> None:

@@ -1,9 +1,11 @@
 """Gluon kernel of a linear with 8-bit codes for many tokens on Hopper: one warp copies, two groups of warps compute.
 
+Codes are quantised values: a value is its code times the scale of its tile.
+
 Unlike in hopper_product_kernel, tokens are the left operand of the tensor-core instruction, and rows of the weight the
-right one. Each thread then holds results of two tokens. For a product over 128 columns it needs their two scales and,
-if all rows of the product share a scale, one scale of the weight. With gate and up, whose rows are interleaved in
-blocks of eight, it needs two scales of the weight.
+right one. Each thread then holds results of two tokens. For a product over 128 columns a thread needs the scales of
+these two tokens and, if all rows of the product share a scale, one scale of the weight. If the weight holds gate and
+up, whose rows are interleaved in blocks of eight, a thread needs two scales of the weight.
 
 Each group of four warps handles 64 or 128 tokens. The tensor cores accumulate products of codes with fewer bits than
 fp32, so they multiply 128 columns at a time, and ordinary instructions add the product to the sums in fp32.
@@ -97,7 +99,8 @@ def tiling_of(rows: int, columns: int) -> Tiling:
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Start to copy one step of a tile's weight rows into a stage. With FORM.gated, blocks of gate and up alternate.
 
-    The stage's barrier is told to expect the bytes of the step's tokens too, which _load_tokens copies.
+    row_tile, step, stage: indices of the tile of rows, of the step along K and of the stage. The stage's barrier is
+    told to expect the bytes of the step's tokens too, which _load_tokens copies.
     """
     blocks: gl.constexpr = FORM.rows // (2 * BLOCK)
     gated_shared: gl.constexpr = shared_layout(8, 4)
@@ -113,7 +116,10 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of a tile's tokens into a stage, for each group of warps its own tokens."""
+    """Start to copy one step of a tile's tokens into a stage: for each group of warps, the group's own tokens.
+
+    token_tile, step, stage: indices of the tile of tokens, of the step along K and of the stage.
+    """
     full = stages.full.index(stage)
     for i in gl.static_range(GROUPS):
         first = (token_tile * GROUPS + i) * FORM.tokens
@@ -125,7 +131,7 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
     """Run the copying warp: copy all steps of the program's tiles into the ring buffer, in order.
 
     The weight's first stages are copied before the wait for earlier kernels. The tokens, which an earlier kernel may
-    have written, are copied after it.
+    have written, are copied after it. w_desc, x_desc: see hopper_codes_kernel.
     """
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
@@ -153,10 +159,10 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
 def _scales_of_step(  # type: ignore[no-untyped-def]
     scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return the scale of each row of a tile in one step, [rows].
+    """Return the weight's scale of each row of a tile in one step along K, [rows].
 
-    All rows have the same scale, or with gate and up all rows of gate one scale and all rows of up another. first:
-    index of the tile's first output.
+    All rows have the same scale. If the weight holds gate and up, all rows of gate have one scale and all rows of up
+    another. first: index of the tile's first output.
     """
     row_N = gl.arange(0, FORM.rows, layout=layout)
     if FORM.gated:
@@ -172,7 +178,7 @@ def _scales_of_step(  # type: ignore[no-untyped-def]
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return the scale of each row of a tile, [rows], for scales that hold for all columns.
+    """Return the weight's scale of each row of a tile, [rows]. Each scale holds for all columns of a row.
 
     first: index of the tile's first output.
     """
@@ -188,10 +194,11 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return acc [64, rows] plus the product of 64 tokens and a tile's rows over one step.
+    """Return acc [64, rows] plus the product of 64 tokens and a tile's rows over one step along K.
 
-    If TILING.by_step, the product is multiplied by scales that are loaded while the tensor cores compute it. token,
-    first: indices of the first token and the first output.
+    x, w: codes of the tokens, [64, STEP], and of the rows, [STEP, rows], in shared memory. If TILING.by_step, the
+    product is multiplied by its scales, which are loaded while the tensor cores compute. token, first: indices of the
+    first token and the first output.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
@@ -217,9 +224,9 @@ def _product(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     acc, desc, place, scales, token, first, FORM: gl.constexpr, TILING: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """Write the results of 64 tokens, from their sums acc [64, rows].
+    """Write the results of 64 tokens, computed from their sums acc [64, rows].
 
-    First the sums are multiplied by their scales unless TILING.by_step, and with FORM.gated replaced by
+    Unless TILING.by_step, the sums are first multiplied by their scales. With FORM.gated, they are then replaced by
     activation(gate) * up. place: shared memory for the results. token, first: see _product.
     """
     layout: gl.constexpr = acc.type.layout
@@ -249,7 +256,10 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a computing group of warps: for each tile, multiply its tokens by the tile's rows, and write the results."""
+    """Run a computing group of warps: for each tile, multiply its tokens by the tile's rows, and write the results.
+
+    places: shared memory for the results of each group. GROUP: index of this group.
+    """
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])

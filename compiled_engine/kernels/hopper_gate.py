@@ -1,4 +1,4 @@
-"""Gluon functions of linears that hold gate and up, for Hopper: the order of their rows, and what follows the product.
+"""Gluon functions for linears on Hopper whose weight holds gate and up: the order of rows, and activation(gate) * up.
 
 In a tile, BLOCK rows of gate alternate with the corresponding BLOCK rows of up, so that one thread holds the sums of
 both.
@@ -15,9 +15,10 @@ BLOCK = gl.constexpr(8)
 
 @gluon.jit
 def rows_of_pairs(place_N, first, num_outputs):  # type: ignore[no-untyped-def]
-    """Return (output, row of the weight) for places in a tile of alternating blocks of gate and up.
+    """Return (output, row of the weight) for each place in a tile of alternating blocks of gate and up.
 
-    first: the tile's first output. num_outputs: rows of gate, which precede those of up in the weight.
+    place_N: index of each row in the tile. first: index of the tile's first output. num_outputs: rows of gate, which
+    precede those of up in the weight.
     """
     output_N = first + place_N // (2 * BLOCK) * BLOCK + place_N % BLOCK
     return output_N, output_N + place_N // BLOCK % 2 * num_outputs

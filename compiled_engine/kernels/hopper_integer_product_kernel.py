@@ -5,8 +5,8 @@ left operand of the tensor cores' products. The left operand is decoded in regis
 minus zero points, times their scale in fp32, rounded to the results' type. The sums thus equal those of a product with
 the decoded weight. A block's codes are decoded while the tensor cores multiply the block before it.
 
-A block of 128 columns needs few bytes of codes and many of tokens, so each has a ring buffer of its own: a stage of
-codes has a block, a stage of tokens half of its columns.
+A block of 128 columns needs few bytes of codes and many of tokens, so codes and tokens have separate ring buffers: a
+stage of codes holds a block, a stage of tokens half of a block's columns.
 
 If a linear has too few tiles to occupy every multiprocessor, the columns of each tile are split among several programs,
 which write partial sums, see split_sums.
@@ -64,7 +64,10 @@ class Codes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Two ring buffers in shared memory. A stage has two barriers: it is full, and all groups of warps have read it."""
+    """Two ring buffers in shared memory, of codes and of tokens. A stage has two barriers.
+
+    One barrier is completed when the stage is full, the other when all groups of warps have read it.
+    """
 
     words: Any  # [stages * GROUPS, ROWS, WORDS]
     scales: Any  # [stages * GROUPS, ROWS]
@@ -77,7 +80,7 @@ class Ring(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Arguments for turning a tile's sums into results: pointers to a bias and to partial sums, or None, and sizes."""
+    """Arguments with which a tile's sums become results: pointers to a bias and to partial sums, or None, and sizes."""
 
     bias_ptr: Any
     partials_ptr: Any
@@ -87,7 +90,10 @@ class Ending(NamedTuple):
 
 @gluon.jit
 def _load_codes(codes, row_tile, block, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy a block's codes, scales and zero points into a stage, for each group of warps its own rows."""
+    """Start to copy a block's codes, scales and zero points into a stage: for each group of warps, the group's rows.
+
+    row_tile, block, stage: indices of the tile of rows, of the block of 128 columns and of the stage.
+    """
     blocks: gl.constexpr = ROWS // (2 * BLOCK)
     # A row's scale has four bytes, its zero point two.
     row_bytes: gl.constexpr = WORDS * 4 + (6 if codes.zeros is not None else 4)
@@ -153,7 +159,11 @@ def copy(  # type: ignore[no-untyped-def]
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, dtype: gl.constexpr, ZERO: gl.constexpr, of_left: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Return (first 64 columns, last 64 columns) of a block of a group's rows, decoded, [ROWS, HALF] each."""
+    """Decode one block of a group's rows; return (first 64 columns, last 64 columns), [ROWS, HALF] each.
+
+    stage: the stage that holds the block. ZERO: the zero point, if the weight has no zero points of its own. of_left:
+    layout of the results. GROUP: index of the group.
+    """
     at = stage * GROUPS + GROUP
     if ring.zeros is not None:
         zero_N = ring.zeros.index(at).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
@@ -167,7 +177,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (row of the weight, whether it exists) for each of a group's ROWS rows."""
+    """Return (index of the weight's row, whether that row exists) for each of a group's ROWS rows."""
     row_N = (row_tile * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, layout=layout)
     output_N = row_N
     if FORM.gated:
@@ -177,7 +187,10 @@ def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: 
 
 @gluon.jit
 def _store_partial(acc, ending, split, token_tile, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a tile's sums over the columns of one split to partials_ptr, [splits, num_tokens, N]."""
+    """Store the sums of a tile over the columns of split number `split` to partials_ptr, [splits, num_tokens, N].
+
+    row_N, there_N: see _rows_of.
+    """
     num_rows = ending.num_outputs * 2 if FORM.gated else ending.num_outputs
     token_T = token_tile * FORM.part0 + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, acc.type.layout))
     offsets_NT = (split * ending.num_tokens + token_T)[None, :] * num_rows + row_N[:, None]
@@ -198,7 +211,10 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: for each tile, multiply its rows of the weight by its tokens, and write the results."""
+    """Run a group of warps: for each tile, multiply the group's rows of the weight by the tokens; write the results.
+
+    places: shared memory for results. GROUP: index of this group.
+    """
     tokens: gl.constexpr = FORM.part0
     stages: gl.constexpr = FORM.stages
     outputs: gl.constexpr = ROWS // 2 if FORM.gated else ROWS

@@ -39,7 +39,7 @@ def row_layout(bits: int, rank: int) -> Any:
 
 @gluon.constexpr_function
 def base_of(dtype: Any) -> int:
-    """Return a 32-bit word both of whose halves are the bits of the number that codes are added to, see _BASES."""
+    """Return a 32-bit word whose two halves both hold the bits of the number to which codes are added, see _BASES."""
     return _BASES[dtype.name][0] * 0x10001
 
 

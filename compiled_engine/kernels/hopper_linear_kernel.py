@@ -7,7 +7,7 @@ that one thread holds both.
 
 If a linear has too few rows to use every multiprocessor, a product takes only 64 / PARTS rows of the weight. Their
 columns K are divided into PARTS parts, which are stacked to 64 rows; the corresponding parts of the tokens are side by
-side. In the product, the blocks on the diagonal belong to equal parts and are summed; the others are discarded.
+side. In the product, the blocks on the diagonal belong to equal parts and are summed; other blocks are discarded.
 
 Elements have 16 bits, or are codes with scales. The tensor cores accumulate products of 8-bit codes with fewer bits
 than fp32. They therefore multiply 128 columns at a time, and ordinary instructions scale each product and add it to the
@@ -92,9 +92,9 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of the four-bit codes of each group of warps, with scales and zero points, into a stage.
+    """Start to copy one step of four-bit codes, their scales and zero points into a stage. See _load_weight.
 
-    See _load_weight.
+    For each group of warps, the group's own rows are copied.
     """
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
@@ -130,10 +130,10 @@ def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[n
 
 @gluon.jit
 def _load_weight(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of the weight's rows into a stage, for each group of warps its own rows.
+    """Start to copy one step of the weight's rows into a stage: for each group of warps, the group's own rows.
 
-    With FORM.gated, blocks of gate and up alternate. The stage's barrier is told to expect the bytes of the step's
-    tokens too, which _load_tokens copies.
+    step, stage: indices of the step along K and of the stage. With FORM.gated, blocks of gate and up alternate. The
+    stage's barrier is told to expect the bytes of the step's tokens too, which _load_tokens copies.
     """
     if FORM.bits == 4:
         _load_words(descs, step, stage, ring, FORM)
@@ -168,7 +168,7 @@ def _load_rows(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no
 
 @gluon.jit
 def _load_tokens(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of all tokens into a stage."""
+    """Start to copy one step of all tokens into a stage. step, stage: indices of the step along K and of the stage."""
     parts: gl.constexpr = FORM.parts
     products: gl.constexpr = FORM.products
     boxes: gl.constexpr = parts * products
@@ -271,7 +271,7 @@ def _scales_at(  # type: ignore[no-untyped-def]
     """Return (the scales of weight rows, the scales of tokens).
 
     row_N, there_N: see weight_rows. token_T: index of each token. block_N, block_T: index of the block of 128 columns
-    that each row or token has its codes from; ignored for scales that hold for all columns.
+    from which each row or token takes its codes; ignored for scales that hold for all columns.
     """
     blocks: gl.constexpr = (K + 127) // 128
     if SCALING.columns == 0:
@@ -334,7 +334,10 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, j: gl.constexpr, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Decode the group's four-bit codes for product j of a stage; return both halves of the columns, see `decoded`."""
+    """Decode the group's four-bit codes for product j of a stage; return both halves of the columns.
+
+    See `decoded` for the halves. ZERO: the zero point, if the weight has no zero points of its own.
+    """
     products: gl.constexpr = FORM.products
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.parts * FORM.tokens, 16])
     of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -415,7 +418,7 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
 def _store_partial(given, y_NT, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Write the sums over this program's part of the columns to out_ptr, [splits, num_tokens, N].
 
-    y_NT: the sums, [rows of a group, tokens]. N: rows of the weight.
+    y_NT: the sums, [rows of a group, tokens]. N: number of rows of the weight.
     """
     rows: gl.constexpr = ROWS // FORM.parts
     num_rows = given.num_outputs * 2 if FORM.gated else given.num_outputs
@@ -447,7 +450,7 @@ def _compute(  # type: ignore[no-untyped-def]
 ):
     """Run a computing group of warps: multiply its rows of the weight by the tokens, and write the results.
 
-    out_smem: shared memory [TOKENS, outputs], to transpose the results.
+    out_smem: shared memory [TOKENS, outputs], to transpose the results. GROUP: index of this group.
     """
     tokens: gl.constexpr = FORM.tokens
     rows: gl.constexpr = ROWS // FORM.parts

@@ -58,9 +58,9 @@ class Form(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the weight, and of the inputs and results of each part of the tokens; None without the part.
+    """TMA descriptors of the weight, and of the inputs and results of each part of the tokens.
 
-    See hopper_product_kernel.
+    Descriptors of missing parts are None. See hopper_product_kernel.
     """
 
     weight: Any
@@ -107,7 +107,7 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (index of the tokens' tile, index of the rows' tile) for the tile of the result with this number.
+    """Return (index of the tile of tokens, index of the tile of rows) for the tile of the result with this number.
 
     FORM.together tiles of tokens are multiplied by one tile of rows, then by the next, so that these tokens stay in the
     L2 cache.
@@ -121,10 +121,11 @@ def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of a tile's weight rows into a stage, for each group of warps its own rows.
+    """Start to copy one step of a tile's weight rows into a stage: for each group of warps, the group's own rows.
 
-    With FORM.gated, blocks of gate and up alternate. The stage's barrier is told to expect the bytes of the step's
-    tokens too, which _load_tokens copies.
+    row_tile, step, stage: indices of the tile of rows, of the step along K and of the stage. With FORM.gated, blocks of
+    gate and up alternate. The stage's barrier is told to expect the bytes of the step's tokens too, which _load_tokens
+    copies.
     """
     groups: gl.constexpr = FORM.groups
     rows: gl.constexpr = FORM.rows
@@ -146,7 +147,10 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of a tile's tokens into a stage, part by part."""
+    """Start to copy one step of a tile's tokens into a stage, part by part.
+
+    token_tile, step, stage: indices of the tile of tokens, of the step along K and of the stage.
+    """
     full = stages.full.index(stage)
     first = token_tile * (FORM.part0 + FORM.part1 + FORM.part2)
     column = step * step_of(FORM.bits)
@@ -193,7 +197,7 @@ SMALL = gl.constexpr(32)
 
 
 class Places(NamedTuple):
-    """Shared memory through which results are written, [groups, tokens, outputs] for each part of the tokens.
+    """Shared memory through which results are written: for each part of the tokens [groups, tokens, outputs].
 
     Parts of more than SMALL tokens use the memory of the first part, one after another.
     """
@@ -205,13 +209,19 @@ class Places(NamedTuple):
 
 @gluon.constexpr_function
 def chunk_of(rows: int, is_gated: bool) -> int:
-    """Return the largest number of tokens whose results are written through shared memory at once."""
+    """Return the largest number of tokens whose results are written through shared memory at once.
+
+    rows: rows of the weight per group of warps. is_gated: whether the weight holds gate and up.
+    """
     return 64 if rows == 128 and not is_gated else 128
 
 
 @gluon.jit
 def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the results [outputs, tokens] of sums [rows, tokens]: activation(gate) * up if FORM.gated, or the sums."""
+    """Return the results [outputs, tokens] of the sums acc [rows, tokens].
+
+    The results are activation(gate) * up if FORM.gated, otherwise the sums themselves.
+    """
     tokens: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = FORM.rows
     if FORM.gated:
@@ -222,7 +232,7 @@ def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexp
 
 @gluon.jit
 def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
-    """Start to write y [outputs, tokens], transposed, to the results from (token, output) on.
+    """Start to write y [outputs, tokens], transposed, to the results, beginning at (token, output).
 
     place: shared memory for y.
     """
@@ -270,7 +280,8 @@ def write_all(  # type: ignore[no-untyped-def]
 def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run a computing group of warps: for each tile, multiply the group's rows by the tile's tokens; write the results.
 
-    A stage is marked as empty once the products of the next step have been started.
+    places: shared memory for results. GROUP: index of this group. A stage is marked as empty once the products of the
+    next step have been started.
     """
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
@@ -342,10 +353,11 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _scaled_product(  # type: ignore[no-untyped-def]
     acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return acc [64, tokens] plus the scaled product of 64 rows and the tile's tokens over one step.
+    """Return acc [64, tokens] plus the scaled product of 64 rows and the tile's tokens over one step along K.
 
-    first, token: indices of the first row and the first token. block: index of the step. The tokens' scales are loaded
-    after the product: earlier, they would occupy registers that it needs.
+    w, x: codes of the rows and of the tokens, in shared memory. first, token: indices of the first row and the first
+    token. block: index of the step. The tokens' scales are loaded after the product: earlier, they would occupy
+    registers that the product needs.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)

@@ -24,7 +24,7 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Return the number of columns that a TMA copy or a product takes. bits: of an element of the weight."""
+    """Return the number of columns that a TMA copy or a product takes. bits: size of an element of the weight."""
     return 64 if bits == 16 else 128
 
 
@@ -32,7 +32,7 @@ def step_of(bits: int) -> int:
 def shared_layout(bits: int, rank: int) -> Any:
     """Return the shared-memory layout of tiles [..., rows, columns].
 
-    bits: of an element. rank: number of dimensions of a tile.
+    bits: size of an element. rank: number of dimensions of a tile.
     """
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
@@ -48,9 +48,9 @@ def reinterpreted(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ig
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (full, empty), the new barriers of a ring that GROUPS groups of warps read.
+    """Return (full, empty), the new barriers of a ring buffer that GROUPS groups of warps read.
 
-    The caller fences before other warps use the barriers.
+    The caller must call fence_async_shared before other warps use the barriers.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -62,7 +62,7 @@ def barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-unt
 
 @gluon.jit
 def stage_to_fill(empty, count, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the stage of step number `count`, after waiting until all groups have finished with its earlier step."""
+    """Return the stage of step number `count`, once all groups have finished with the stage's previous step."""
     stage = count % STAGES
     mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
     return stage
@@ -70,7 +70,7 @@ def stage_to_fill(empty, count, STAGES: gl.constexpr):  # type: ignore[no-untype
 
 @gluon.jit
 def filled_stage(full, count, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the stage of step number `count`, after waiting until its operands have arrived."""
+    """Return the stage of step number `count`, once the step's operands have arrived in it."""
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
     return stage
@@ -78,9 +78,9 @@ def filled_stage(full, count, STAGES: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (stage, phase of its barriers) of the step after the one with this stage and phase.
+    """Return (stage, phase of its barriers) of the step that follows the step with this stage and phase.
 
-    Counting both is faster than dividing the number of a step in loops that run over several tiles.
+    In loops that run over several tiles, counting both is faster than dividing the step's number.
     """
     stage += 1
     if stage == STAGES:

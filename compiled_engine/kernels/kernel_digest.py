@@ -1,4 +1,4 @@
-"""Computes the digests of Triton kernels, by which Triton names their binaries, in an order that gives stable names.
+"""Computes the digests by which Triton names the binaries of kernels, in an order that makes the names stable.
 
 Triton 3.6 includes a global that a helper function reads in the kernel's digest only if the helper was digested before
 the kernel. Processes that digest in different orders would name the same kernel differently, and would not find the
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def digest_helpers_first(jit_function: Any) -> None:
-    """Compute the digests of the JIT functions that a kernel calls, recursively, and then the kernel's own.
+    """Compute the digests of the JIT functions that a kernel calls, recursively, and then the kernel's own digest.
 
-    The digests are kept in the functions; existing ones stay. Threads may call this function concurrently if all
+    The digests are kept in the functions; existing digests stay. Threads may call this function concurrently if all
     digests are computed through it.
     """
     _digest(jit_function, set())

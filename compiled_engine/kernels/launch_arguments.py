@@ -1,6 +1,6 @@
-"""Computes arguments of kernel launches (grid sizes, options, registers), and checks or mends strides.
+"""Computes arguments of kernel launches (grid sizes, options, registers), and checks strides or makes tensors dense.
 
-Does not import Triton, since passes choose launches on machines without it.
+This module does not import Triton, since passes choose launches on machines without Triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def next_power_of_2(number: int) -> int:
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments for a programmatic dependent launch, if the device supports it (from Hopper on).
+    """Return launch arguments for a programmatic dependent launch, which devices support from Hopper on.
 
     Such a launch starts a kernel before the previous one has ended. The kernel's argument DEPENDENT_LAUNCH is then
     True, and the kernel must call gdc_wait before it touches memory that other kernels may still read or write. On
@@ -44,7 +44,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers per thread of the computing warps, in a kernel with warps that compute and warps that copy.
+    """Return the registers per thread of the computing warps, for a kernel in which other warps copy.
 
     groups: number of groups of four warps that compute. A further group copies, with `copying` registers per thread;
     three of its warps are idle. The computing warps share the remaining registers. most: the limit on the registers per
@@ -56,7 +56,7 @@ def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
 
 
 def with_dense_items(x_T: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a contiguous copy if the elements of an item, along dimension 0, have gaps in memory."""
+    """Return x_T itself if each item (x_T[i]) is contiguous in memory, otherwise a contiguous copy."""
     return x_T if x_T[0].is_contiguous() else x_T.contiguous()
 
 

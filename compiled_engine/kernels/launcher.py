@@ -22,7 +22,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl
 
 
 def quick_launches(kernel: Any) -> Any:
-    """Return a Launcher of a @triton.jit or @gluon.jit function; use it as a decorator.
+    """Return a Launcher of a @triton.jit or @gluon.jit function. Used as a decorator.
 
     Returns the function unchanged under Triton's interpreter, for versions not in TRITON_VERSIONS, and on AMD GPUs,
     where a specialization depends on more than Launcher considers.
@@ -130,7 +130,10 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """Return Python source of the part of the lookup key that stands for an argument, without a tensor's alignment."""
+    """Return Python source of the item of the lookup key that stands for the argument of this parameter.
+
+    A tensor's alignment is not part of this item.
+    """
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -161,7 +164,7 @@ def _by_triton(
     """Launch through Triton, and return (run function, CUDA function, packed metadata, kernel) for later launches.
 
     The kernel is returned to keep a reference to it, without which it would be unloaded. Returns None if a hook
-    prevented the compilation.
+    prevented the compilation. options: values of OPTIONS, in that order. others: further options, by name.
     """
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook

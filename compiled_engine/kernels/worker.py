@@ -12,7 +12,7 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Run the workers, see run_workers.
+    """Run the worker program: read messages and answer them, see run_workers.
 
     - The first message, for all workers, is {"modules": [modules to import]}.
     - Each later message names a kernel to compile: {"target": [backend, architecture, warp size], "module", "name",
@@ -51,9 +51,9 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
 
 
 class _CompileOnly:
-    """A Triton driver for compiling only. It returns `target` as the GPU to compile for, and creates no CUDA context.
+    """A Triton driver that can only compile. It returns `target` as the GPU to compile for.
 
-    A context would take GPU memory and a second.
+    It creates no CUDA context, which would take GPU memory and a second.
     """
 
     def __init__(self, target: Any):

@@ -1,4 +1,7 @@
-"""Table that translates the options of `vllm bench serve` to options of `compiled-engine bench serve`."""
+"""Table that translates the options of `vllm bench serve` to options of `compiled-engine bench serve`.
+
+The functions are readers of its rows (see Honoured.read): value is an option's value, given has all options by name.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,23 @@ RESULT = "bench_serve.json"
 
 
 def server_url(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option `url`, made of the options host and port."""
+    """Return the option `url`, made of the options host and port in `given`."""
     host, port = given.get("host", "127.0.0.1"), given.get("port", 8000)
     return {"url": f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"}
 
 
 def result_file(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option `output`, made of the folder and name of the result file; nothing without --save-result."""
+    """Return the option `output`, made of the result file's folder and name in `given`.
+
+    Returns {} unless save_result is given.
+    """
     if not given.get("save_result", False):
         return {}
     return {"output": str(PurePath(str(given.get("result_dir", ""))) / str(given.get("result_filename", RESULT)))}
 
 
 def body_fields(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option `extra_body`: the given sampling parameters as JSON."""
+    """Return the option `extra_body`: the sampling parameters in `given`, as JSON."""
     return {"extra_body": json.dumps({name: given[name] for name in BODY_FIELDS if name in given})}
 
 

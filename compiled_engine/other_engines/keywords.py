@@ -43,7 +43,7 @@ THE_SERVER_REASONS = "the server parses reasoning, see --reasoning-parser"
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommandLine:
-    """The syntax of a keyword as a command line option. By default it is --word with one value."""
+    """The command line syntax of a keyword. By default it is the option --word with one value."""
 
     switch: bool = False  # --word or --no-word, without a value
     several: bool = False  # several values in a row
@@ -51,7 +51,7 @@ class OnCommandLine:
 
 @dataclass(frozen=True)
 class WithoutEffect(OnCommandLine):
-    """A keyword that is accepted and changes nothing."""
+    """A keyword that is accepted and changes nothing. reason: why, for the warning."""
 
     reason: str
     anyway: tuple[Any, ...] = ()  # values that match this engine's behaviour, for which no warning is given
@@ -98,7 +98,7 @@ Rows: TypeAlias = "dict[str, Row]"
 
 
 def written(names: str) -> dict[str, OnCommandLine]:
-    """Return the syntax of each of the names, which are separated by spaces.
+    """Return the command line syntax of each name in `names`, which are separated by spaces.
 
     `name?` is a switch, and `name*` takes several values; the result has the names without these signs.
     """
@@ -109,7 +109,7 @@ def written(names: str) -> dict[str, OnCommandLine]:
 
 
 def same(names: str) -> Rows:
-    """Return rows for options that have the same name and values in this engine."""
+    """Return rows for options that have the same name and values in this engine. names: see `written`."""
     return {
         name: Honoured(f"`{name}`", name, switch=form.switch, several=form.several)
         for name, form in written(names).items()
@@ -119,7 +119,7 @@ def same(names: str) -> Rows:
 def only(instead: str, **values: Any) -> Rows:
     """Return rows for keywords of unsupported features.
 
-    instead: the alternative, for the error. values: for each keyword, the allowed value or a tuple of the allowed
+    instead: the alternative that errors name. values: for each keyword, the allowed value or a tuple of the allowed
     values. A keyword whose allowed value is False is a switch on the command line.
     """
     return {

@@ -1,4 +1,4 @@
-"""Read numbers of tokens with units such as "4k", as vLLM's command line takes them."""
+"""Reads numbers of tokens with units such as "4k", as vLLM's command line accepts them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 
 
 
 def read_length(value: Any) -> Any:
-    """Convert text with a unit: "4k" is 4,000, "4K" 4,096, "1.5k" 1,500. Other values are returned unchanged."""
+    """Return text with a unit as a number: "4k" is 4,000, "4K" 4,096, "1.5k" 1,500. Return other values unchanged."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value) if isinstance(value, str) else None
     if match is None or ("." in match[1] and match[2].isupper()):
         return value

@@ -1,4 +1,4 @@
-"""Counterparts of vLLM's EngineArgs, TokensPrompt and TextPrompt, which scripts import."""
+"""Defines counterparts of vLLM's EngineArgs, TokensPrompt and TextPrompt, which scripts import."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Args:
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """Build an instance from parsed arguments; arguments that are no keywords are ignored."""
+        """Return an instance made from parsed arguments. Arguments that are not keywords of `LLM` are ignored."""
         given: Mapping[str, Any] = vars(arguments)
         return cls(**{name: value for name, value in given.items() if name in FIELDS and value is not None})
 

@@ -92,10 +92,10 @@ LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def read_environment(variables: Mapping[str, str], *, may_load: bool) -> list[str]:
-    """Return the names of vLLM's environment variables that are set and have no effect here.
+    """Return the names of vLLM's environment variables in `variables` that have no effect here.
 
     may_load: whether the options let clients load adapters. Raises ValueError if a variable lets clients load adapters
-    and the options do not, since an option must name the folder.
+    but the options do not, since an option must name the folder.
     """
     read = {name for names in VARIABLES.values() for name in names}
     if variables.get(LOADING, "").strip().lower() in ("1", "true") and not may_load:

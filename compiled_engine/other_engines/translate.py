@@ -1,4 +1,4 @@
-"""Translate keywords of this engine and of other engines to this engine's options."""
+"""Translates keywords of this engine and of other engines to this engine's options."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
 
 
 def is_on_gpu(device: Any) -> bool:
-    """Return whether the engine runs on a GPU, given the option `device`. Imports PyTorch."""
+    """Return whether the engine runs on a GPU with this value of the option `device`. Imports PyTorch."""
     import torch
 
     return (str(device) == "auto" or str(device).startswith("cuda")) and torch.cuda.is_available()
@@ -120,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the options of SIZES whose batches become CUDA graphs with the wanted `mode` and `graph_mode`."""
+    """Return the options in SIZES whose batches are captured as CUDA graphs with the wanted `mode` and `graph_mode`."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -134,9 +134,9 @@ def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
 
 
 def _add(wanted: dict[str, Wanted], item: Wanted, defaults: Mapping[str, Any]) -> None:
-    """Add `item` to the wanted values. Raises ValueError if another keyword requests another value of the option.
+    """Add `item` to `wanted`. Raises ValueError if another keyword requests another value of the same option.
 
-    A value that is the option's default contradicts nothing.
+    A value that is the option's default (see `defaults`) contradicts nothing.
     """
     default, other = defaults[item.option], wanted.get(item.option)
     if other is None or other.value == default:
@@ -158,9 +158,9 @@ def _read_all(keywords: Mapping[str, Any], rows: Rows, defaults: Mapping[str, An
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
-    """Yield the options that the keyword `name` requests, and Ignored if it has no effect.
+    """Yield the options that the keyword `name` requests with this value, or Ignored if it has no effect.
 
-    given: all keywords, for rows that depend on several keywords.
+    given: all keywords, for rows that depend on several keywords. Raises TypeError or ValueError for an invalid value.
     """
     if value is None:
         return
@@ -194,16 +194,16 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
 
 
 def refuse(name: str, value: Any, row: Only) -> None:
-    """Raise ValueError unless the value of keyword `name` is one that does not use the unsupported feature."""
+    """Raise ValueError unless `value` is one with which the keyword `name` does not use the unsupported feature."""
     if not _is_one_of(value, row.values):
         allowed = ", ".join(map(repr, (*row.values, None)))
         raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Return the options that a keyword's value stands for, or the reason why it has no effect.
+    """Return the options that a keyword's value stands for, or the reason why the value has no effect.
 
-    Raises ValueError with the value and what is allowed.
+    given: all keywords. Raises ValueError, whose message has the value and what is allowed.
     """
     known = row.values.get(_name(value).lower(), value)
     if isinstance(known, WithoutEffect):
@@ -224,7 +224,10 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the capture sizes as both options of SIZES, without sizes above max_num_seqs or max_num_batched_tokens."""
+    """Return the sizes in `value` as both options in SIZES.
+
+    Sizes above max_num_seqs or max_num_batched_tokens, if `given` has these, are left out.
+    """
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
     return {
@@ -242,7 +245,7 @@ def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of SIZES. As in vLLM, several values are the sizes themselves.
+    """Return the options in SIZES. As in vLLM, several values are the sizes themselves.
 
     A single value stands for the sizes 1, 2, 4 and the multiples of 8 up to it. An empty list means the default.
     """
@@ -267,7 +270,10 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option hf_overrides, merged from all given keywords of OVERRIDES. `value` belongs to one of them."""
+    """Return the option hf_overrides, merged from all given keywords in OVERRIDES.
+
+    value: the value of the keyword that is being read. Raises ValueError if this value is invalid.
+    """
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)
@@ -299,7 +305,7 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
 
 
 def _fixed(value: Any) -> Any:
-    """Return a list as a tuple, since options have tuples. Return other values unchanged."""
+    """Return a list as a tuple, since options hold tuples. Return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 

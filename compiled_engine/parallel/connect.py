@@ -1,4 +1,4 @@
-"""Number the ranks of replicas, pipeline stages and shares of a layer, and connect them."""
+"""Numbers the ranks of replicas, pipeline stages and shares of a layer, and connects them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGITS_ROWS = 256
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's coordinates, counted from 0: its replica (data), pipeline stage, and share of the stage's layers."""
+    """The coordinates of a rank, counted from 0: replica (data), pipeline stage, and share of the stage's layers."""
 
     data: int
     stage: int
@@ -53,7 +53,7 @@ class RankLayout:
 
     @property
     def result_rank(self) -> int:
-        """Rank within a replica that reports a step's sampled tokens."""
+        """Number, within its replica, of the rank that reports a step's sampled tokens."""
         return (self.pipeline - 1) * self.tensor
 
     def samples(self, rank: int) -> bool:
@@ -62,7 +62,10 @@ class RankLayout:
 
     @property
     def can_drop_steps(self) -> bool:
-        """Whether the ranks can drop steps in flight. Several stages cannot: the transfers would stay pending."""
+        """Whether the ranks can drop steps in flight: only with a single stage.
+
+        Between stages, the transfers of a dropped step would stay pending.
+        """
         return self.pipeline == 1
 
     def place(self, rank: int) -> RankPlace:
@@ -96,7 +99,7 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
 
 
 class Connections(NamedTuple):
-    """A rank's connections to other ranks."""
+    """The connections of one rank to other ranks."""
 
     group: Group  # of the ranks with the same layers
     link: StageLink | None = None  # to other stages, if any
@@ -153,13 +156,16 @@ def _group(config: EngineConfig, layout: RankLayout, stage: LayerShare) -> Group
 
 
 def _connected(nccl: NcclGroup) -> NcclGroup:
-    """Run a collective and return the group. NCCL connects at its first collective, which no capture may contain."""
+    """Run a collective, so that NCCL connects, and return the group.
+
+    NCCL connects at its first collective, which must not happen while a CUDA graph is captured.
+    """
     nccl.all_reduce(torch.zeros(1, device=nccl.device))
     return nccl
 
 
 def _largest_bytes(config: EngineConfig) -> int:
-    """Return the bytes of the largest tensor in a collective: a step's hidden states, or its logits."""
+    """Return the size in bytes of the largest tensor in a collective: a step's hidden states or its logits."""
     scheduler = config.scheduler
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
     logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * local_model(config).vocab_size

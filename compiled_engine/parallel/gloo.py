@@ -12,7 +12,7 @@ from compiled_engine.parallel.group import PushBuffer
 
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
-    """Return the contiguous range of rows that a rank has.
+    """Return the contiguous range of rows that rank `rank` of `size` has, of num_rows rows.
 
     All ranges have rows_a_rank(size, num_rows) rows, except that those of the last ranks may be shorter or empty.
     """
@@ -26,7 +26,10 @@ def rows_a_rank(size: int, num_rows: int) -> int:
 
 
 def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return x_TD, contiguous, with zero rows appended up to num_rows. Collectives need equal sizes on all ranks."""
+    """Return x_TD, contiguous, with zero rows appended until it has num_rows rows.
+
+    Collectives need tensors of equal sizes on all ranks.
+    """
     if x_TD.shape[0] == num_rows:
         return x_TD.contiguous()
     padded_TD = x_TD.new_zeros((num_rows, *x_TD.shape[1:]))
@@ -54,7 +57,7 @@ def leave() -> None:
 
 
 def all_reduce_min(value: int) -> int:
-    """Return the smallest `value` of all ranks, see Group. Values are exchanged on the host, through gloo."""
+    """Return the smallest `value` of all ranks, see Group. The values are exchanged on the host, by gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)

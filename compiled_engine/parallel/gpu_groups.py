@@ -27,7 +27,7 @@ class NcclGroup:
     """Group whose collectives run over NCCL."""
 
     def __init__(self, members: dist.ProcessGroup, device: torch.device):
-        """Create the group; NCCL itself connects at the first collective."""
+        """Create the group. NCCL itself connects later, at the first collective."""
         self.kind, self.rank, self.size, self.members = "NCCL", members.rank(), members.size(), members
         self.pushed: PushBuffer | None = None
         self.device = device

@@ -1,8 +1,9 @@
 """Collectives of the ranks that compute each layer together, and push buffers, through which kernels exchange rows.
 
-A push buffer has flags, and two copies of a row for each rank and slot. A slot is a row of a batch. A kernel writes its
-rank's row into every rank's buffer, then raises its flag there to the slot's epoch. It waits for the flags of all ranks
-in its own buffer, and reads their rows from there. Epochs are counted on the device, so a replayed CUDA graph continues
+A push buffer has, for each slot and rank, a flag and room for two rows. A slot is the index of a row in a batch. Each
+exchange through a slot has the next number, the slot's epoch. A kernel writes its rank's row into every rank's buffer,
+then raises its rank's flag there to the epoch. The kernel waits until the flags of all ranks in its own buffer have
+reached the epoch, and reads their rows from there. Epochs are counted on the device, so a replayed CUDA graph continues
 counting. Odd and even epochs use different rows: a rank that raises its flag to one epoch has read the previous epoch's
 rows, so its peers may write the next epoch's.
 
@@ -53,15 +54,16 @@ class PushBuffer:
 
     @property
     def data_offset(self) -> int:
-        """Offset of the rows, [epoch % 2, slot, source rank, row], in bytes.
+        """Offset in bytes at which the rows begin. Their layout is [epoch % 2, slot, source rank, row].
 
         The flags, int32 [slot, source rank], are at offset 0.
         """
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Return whether each row of x_TD, [T, D], has a slot, and rows have the size and alignment that the kernels
-        need.
+        """Return whether the rows of x_TD, [T, D], can be sent through this buffer.
+
+        There must be a slot for each row, and the rows must have the size and alignment that the kernels need.
         """
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
@@ -72,9 +74,10 @@ class PushBuffer:
 
     @property
     def tagged_offset(self) -> int:
-        """Offset of the rows of tagged words, [epoch % 2, slot, source rank, 2 * row], in bytes.
+        """Offset in bytes at which the rows of tagged words begin.
 
-        A tagged word is an exchanged word that contains the epoch, so that no flag is needed.
+        Their layout is [epoch % 2, slot, source rank, 2 * row]. A tagged word is an exchanged word that contains the
+        epoch, so that no flag is needed.
         """
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
@@ -87,7 +90,7 @@ class PushBuffer:
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return a buffer for one rank without peers, with as many slots. The kernels run on it without waiting."""
+        """Return a buffer with as many slots for a single rank without peers. The kernels run on it without waiting."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
@@ -95,7 +98,7 @@ class PushBuffer:
 
 
 def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
-    """Return the number of slots that a push buffer should have. most_rows: rows of the largest batch."""
+    """Return the number of slots that a push buffer should have. most_rows: number of rows of the largest batch."""
     worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
     return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
 
@@ -152,19 +155,20 @@ class Group(Protocol):
         ...
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest `value` of all ranks, including those of other stages. Blocks until every rank has called
-        this method."""
+        """Return the smallest `value` of all ranks, including those of other stages.
+
+        Blocks until every rank has called this method.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class FakeGroup:
-    """Group in which one rank runs without the others. Results have the right shapes, but their values are right only
-    for size 1.
+    """Group in which one rank runs without the others.
 
-    `rows` gives this rank all rows. all_reduce_min: function that returns the smallest value of all ranks; None if no
-    ranks of other stages run.
+    Results have the right shapes, but their values are right only for size 1. `rows` gives this rank all rows.
+    all_reduce_min: function that returns the smallest value of all ranks; None if no ranks of other stages run.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class FakeGroup:
 
 
 def fake_group_for(group: Group) -> FakeGroup:
-    """Return a group with which one rank of `group` can run while the other ranks do not."""
+    """Return a FakeGroup of the same size, with which one rank of `group` can run while the others do not."""
     return FakeGroup(group.size, pushed=group.pushed.alone() if group.pushed else None)
 
 
@@ -214,7 +218,7 @@ def current_group() -> Group:
 
 @contextmanager
 def in_group(group: Group) -> Iterator[None]:
-    """Make `group` the group of this thread's collectives in the block."""
+    """Within the block, make `group` the group of this thread's collectives."""
     token = _GROUP.set(group)
     try:
         yield

@@ -46,9 +46,9 @@ def raise_flag(
     num_ranks: tl.tensor,
     epoch: tl.tensor,
 ) -> None:
-    """Raise this rank's flag for the slot in a peer's memory.
+    """Raise this rank's flag for the slot to `epoch` in a peer's memory.
 
-    The caller puts a barrier before it, so that all threads have written their rows.
+    The caller must put a barrier before the call, so that all threads have written their rows.
     """
     flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
@@ -58,9 +58,9 @@ def raise_flag(
 def await_flag(
     own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> None:
-    """Wait for a peer's flag for the slot, in this rank's memory.
+    """Wait until a peer's flag for the slot, in this rank's memory, has reached `epoch`.
 
-    The caller puts a barrier after it, before threads read the peer's row.
+    The caller must put a barrier after the call, before threads read the peer's row.
     """
     flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
     while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
@@ -95,8 +95,8 @@ def tagged_sum_kernel(
     Program (token) handles one row.
 
     x_ptr, residual_ptr, normed_ptr, sum_ptr: int32 [T, W], words of two bfloat16; weight_ptr: int32 [W]. The token is
-    also the slot of the PushBuffer; addresses_ptr, epochs_ptr, num_slots, data_offset: its addresses, tagged_epochs,
-    num_tagged_slots and tagged_offset.
+    also the slot of the PushBuffer; addresses_ptr, epochs_ptr, num_slots, data_offset: the PushBuffer's addresses,
+    tagged_epochs, num_tagged_slots and tagged_offset.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * W
@@ -136,7 +136,7 @@ def tagged_sum_kernel(
 
 @triton.jit
 def _awaited(row_ptr_W: tl.tensor, inside_W: tl.tensor, epoch: tl.tensor) -> tl.tensor:
-    """Wait until all of a peer's words have this epoch, and return their elements: int32, two bfloat16 each."""
+    """Wait until all words of a peer's row have this epoch. Return their elements: int32, two bfloat16 each."""
     found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)
     while tl.max((inside_W & ((found_W >> 32).to(tl.int32) != epoch)).to(tl.int32), 0) != 0:
         found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)
@@ -160,7 +160,7 @@ def _rounded(values_W: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
-    """Pack two elements into a word, each rounded to bfloat16."""
+    """Return two fp32 elements packed into an int32 word, each rounded to bfloat16."""
     even_W = even_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return even_W | (odd_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -168,9 +168,10 @@ def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
 def tagged_sum(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of the sum of x over ranks plus the residual, and this sum, by tagged_sum_kernel.
+    """Return the RMSNorm of the sum, and the sum: x summed over ranks, plus the residual.
 
-    The rows must satisfy `pushed.tags`. All ranks launch the kernel together. x_TD, residual_TD: bfloat16, contiguous.
+    The rows must satisfy `pushed.tags`. All ranks launch the kernel, tagged_sum_kernel, together. x_TD, residual_TD:
+    bfloat16, contiguous.
     """
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

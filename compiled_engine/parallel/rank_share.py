@@ -1,4 +1,4 @@
-"""The part of a model that a rank computes: some of the layers, and its share of each."""
+"""Determines the part of a model that a rank computes: some of the layers, and a share of each of them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class LayerShare:
 
 
 def local_model(config: EngineConfig) -> ModelConfig:
-    """Return the model's configuration with the sizes of one tensor-parallel rank."""
+    """Return the model's configuration with the sizes that one tensor-parallel rank computes."""
     return local_share(config.model, config.parallel.tensor_parallel_size)
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return the model's configuration with the sizes of one of num_ranks ranks.
+    """Return the model's configuration with the sizes that one of num_ranks ranks computes.
 
     Heads, MLPs, experts, recurrent states and the vocabulary are divided. With more ranks than KV heads, each rank has
     one KV head, and several ranks have the same one. A vocabulary that num_ranks does not divide stays whole.
@@ -93,6 +93,6 @@ def _divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int
 
 
 def _divided_states(recurrences: Recurrences, num_ranks: int) -> Recurrences:
-    """Return recurrences with the states of one rank: each state's first dimension, heads or channels, is divided."""
+    """Return `recurrences` with one rank's states: the first dimension of each state, heads or channels, is divided."""
     states = (replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:])) for state in recurrences.states)
     return replace(recurrences, states=tuple(states))

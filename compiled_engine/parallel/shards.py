@@ -1,7 +1,7 @@
-"""The slice of each parameter that a rank holds, and the all-reduces that complete the results in an eager model.
+"""Finds the slice of each parameter that a rank holds, and adds the all-reduces that an eager model needs.
 
-Slices are found by comparing the shapes of the whole model and of one rank's. In a compiled model a pass inserts the
-collectives.
+Slices are found by comparing the shapes in the whole model with those in a model of one rank's sizes. In a compiled
+model a pass inserts the collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """The division of a parameter of shape `whole` among ranks along `dim`. With dim None, every rank has all of it."""
+    """The division of a parameter of shape `whole` among ranks along `dim`.
+
+    dim None: every rank has the whole parameter.
+    """
 
     whole: tuple[int, ...]
     dim: int | None = None
@@ -51,7 +54,7 @@ class Shard:
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1 - self.outputs_last
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
-        """Return where a rank's part of each section lies, in the whole parameter and in the rank's slice.
+        """Return the place of a rank's part of each section, in the whole parameter and in the rank's slice.
 
         Sections are the parts of a packed parameter, such as q, k and v. Places count along the dimension `dim`, which
         must not be None.
@@ -65,7 +68,7 @@ class Shard:
         return found
 
     def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's slice of `tensor`, a view unless there are several sections.
+        """Return the slice of `tensor` that a rank holds, a view unless there are several sections.
 
         With first_only, ranks other than the first get zeros.
         """
@@ -78,7 +81,7 @@ class Shard:
 
 
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
-    """Return the shard of each parameter by name. Tied parameters are listed under each of their names.
+    """Return the shard of each parameter by the parameter's name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
     name -> sizes, gives the sections of its parameters; its attribute `outputs_last` names parameters whose last
@@ -108,9 +111,10 @@ def shard_of(
     packed: Sequence[int] | None = None,
     packed_here: Sequence[int] | None = None,
 ) -> Shard:
-    """Return a parameter's shard, from the shapes of the whole parameter and of a rank's slice.
+    """Return a parameter's shard, found from the shapes of the whole parameter and of a rank's slice.
 
     packed, packed_here: sizes of the sections of a packed parameter, in the whole parameter and in a rank's slice.
+    Raises ValueError if the shapes differ in more than one dimension.
     """
     cut = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=True)) if a != b]
     if len(cut) > 1:
@@ -132,7 +136,8 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
     """Register hooks on modules of `model` that sum the modules' outputs over the ranks.
 
-    The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary.
+    The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary. shards: the
+    shard of each parameter by name, see compare_shapes.
     """
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
@@ -149,9 +154,10 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 class _DividedEmbedding:
-    """Hooks of an embedding with a divided vocabulary. Tokens of other ranks get zeros before the sum over ranks.
+    """Hooks of an embedding with a divided vocabulary.
 
-    The embedding's own forward, which may scale its rows, still runs.
+    Tokens whose rows other ranks have get zeros, and then the outputs are summed over ranks. The embedding's own
+    forward, which may scale its rows, still runs.
     """
 
     def __init__(self, num_rows: int):
@@ -159,7 +165,7 @@ class _DividedEmbedding:
         self._elsewhere: torch.Tensor
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
-        """Convert token ids to this rank's row indices; tokens of other ranks get row 0."""
+        """Return the token ids converted to this rank's row indices; tokens whose rows other ranks have get row 0."""
         rows = arguments[0] - current_group().rank * self._num_rows
         self._elsewhere = (rows < 0) | (rows >= self._num_rows)
         return (rows.masked_fill(self._elsewhere, 0),)

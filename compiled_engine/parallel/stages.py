@@ -34,7 +34,7 @@ from compiled_engine.parallel.rank_share import LayerShare
 
 
 def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShare, ...]:
-    """Return the layers of each stage. stage_layers: number of layers per stage, see ParallelConfig."""
+    """Return the layers of each stage. stage_layers: number of layers of each stage; empty: a single stage."""
     ends = tuple(accumulate(stage_layers or (num_layers,)))
     starts = (0, *ends)
     return tuple(LayerShare(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
@@ -42,7 +42,7 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShar
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """Tells at which point of a model's forward each parameter is first used, by the parameter's name.
+    """The point of a model's forward at which each parameter, given by its name, is first used.
 
     Tied parameters are listed under each name.
     """
@@ -51,7 +51,7 @@ class ParameterPlaces:
     of_logits: frozenset[str]  # parameters used for the logits
 
     def of_stage(self, stage: LayerShare) -> frozenset[str]:
-        """Return the parameters that a stage needs; a tied embedding may be needed by two stages."""
+        """Return the names of the parameters that a stage needs. A tied embedding may be needed by two stages."""
         first, end = stage.layers.start, stage.layers.stop
         least, most = (0 if stage.is_first else first), (end - 1 if not stage.is_last else end)
         own = {name for name, count in self.attentions.items() if least <= count <= most}
@@ -59,7 +59,7 @@ class ParameterPlaces:
 
 
 def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
-    """Find where a model uses its parameters. Moves `model` to the meta device and runs its code there once."""
+    """Return where a model uses its parameters. Moves `model` to the meta device and runs its code there once."""
     names = _names_by_parameter(model)
     model.to("meta")  # moves its buffers
     watch = _Watch(names)
@@ -75,7 +75,7 @@ def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
 
 
 def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:
-    """Choose the number of layers of each of `count` stages so that the slowest stage is as fast as possible.
+    """Return the number of layers of each of `count` stages, chosen so that the slowest stage is as fast as possible.
 
     nbytes: bytes per parameter, with tied parameters under one name. A stage's cost is estimated by the bytes of the
     weights that it reads. Weights of the logits count half: a layer also reads its KV cache, which in a large batch is
@@ -93,8 +93,9 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Return the cost of layers `first` to `end` - 1, plus everything after the last attention if `end` is
-        num_layers.
+        """Return the cost of the layers `first` to `end` - 1.
+
+        If `end` is num_layers, the cost includes everything after the last attention.
         """
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
@@ -139,7 +140,7 @@ class _Watch(TorchDispatchMode):
 
 
 class StageLink:
-    """Sends values and tokens to other stages, and receives them. On a GPU the host does not wait.
+    """Sends activations and tokens to other stages, and receives them. On a GPU the host does not wait.
 
     rank: number of this rank. tensor: the tensor-parallel size.
     """
@@ -155,8 +156,10 @@ class StageLink:
         self._connect()
 
     def _connect(self) -> None:
-        """Exchange a few bytes with each neighbour: NCCL connects two ranks at their first transfer, too late in a
-        step."""
+        """Exchange a few bytes with each neighbour, so that the ranks are connected before the first step.
+
+        NCCL connects two ranks at their first transfer.
+        """
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if not self.stage.is_first:
             self.receive(nothing)
@@ -189,7 +192,10 @@ class StageLink:
         self._keep(work, tokens)
 
     def receive_tokens(self, into: torch.Tensor) -> None:
-        """Receive tokens in the first stage, in the order in which they were sent."""
+        """Receive tokens from the last stage, in the order in which they were sent. `into`: the tensor that gets them.
+
+        Called by the ranks of the first stage.
+        """
         _received(dist.irecv(into, self._last, group=self._tokens))
 
     def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Embedding with a vocabulary divided among ranks: each rank has the rows of its own tokens."""
+"""Computes an embedding whose vocabulary is divided among ranks: each rank has the rows of its own tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def embedding_part_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Embedding: program (token) copies the token's row of weights, or writes zeros if another rank has the row.
+    """Embed tokens: program (token) copies the token's row of weights, or writes zeros if another rank has the row.
 
     weight_ptr: [num_rows, D], the rows from first_row on; ids_ptr: [T]; out_ptr: [T, D].
     """
@@ -40,16 +40,16 @@ def embedding_part_kernel(
 
 
 def reference(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return each token's row of weight_VD, the part of rank `rank`; zeros for tokens of other ranks: [T, D]."""
+    """Return each token's row of weight_VD, the rows that rank `rank` has; zeros for tokens of other ranks: [T, D]."""
     row_T = ids_T - rank * weight_VD.shape[0]
     is_here_T = (row_T >= 0) & (row_T < weight_VD.shape[0])
     return weight_VD[torch.where(is_here_T, row_T, 0)].masked_fill_(~is_here_T.unsqueeze(-1), 0.0)
 
 
 def embedding_part(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return each token's row of weight_VD, or zeros if another rank has the row; see `reference`.
+    """Return each token's row of weight_VD, or zeros if another rank has the row: [T, D]; see `reference`.
 
-    On a GPU a kernel computes it.
+    On a GPU a kernel computes the result.
     """
     if weight_VD.device.type != "cuda":
         return reference(weight_VD, ids_T, rank)

@@ -22,7 +22,7 @@ FOLDER = "bytecode"
 
 
 class _Starts:
-    """Counts the `bytecode_kept` blocks that are running, and has Python's bytecode settings from before the first."""
+    """Counts the running blocks of `bytecode_kept`, and holds Python's bytecode settings from before the first."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -67,9 +67,9 @@ def keep_bytecode() -> None:
 
 
 def bytecode_environment() -> dict[str, str]:
-    """Return environment variables with which a Python process has this process's bytecode settings.
+    """Return environment variables that give a Python process this process's bytecode settings.
 
-    Empty unless a bytecode folder is set.
+    The result is empty unless a bytecode folder is set.
     """
     if sys.pycache_prefix is None:
         return {}
@@ -77,9 +77,9 @@ def bytecode_environment() -> dict[str, str]:
 
 
 def _lacks_bytecode() -> Path | None:
-    """Return the folder in which PyTorch is installed if it has no bytecode there and Python would write none.
+    """Return the folder in which PyTorch is installed, if it has no bytecode there and Python would write none.
 
-    Returns None otherwise, also if PyTorch is not installed.
+    Returns None otherwise, and if PyTorch is not installed.
     """
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(PACKAGE)
@@ -94,8 +94,8 @@ def _lacks_bytecode() -> Path | None:
 def _digest(folder: Path) -> str:
     """Return a digest of the folder's path and of the names and versions of the packages installed in it.
 
-    It names the bytecode folder. Python alone would miss some changes: it compares the files' times and sizes, but a
-    container image may set all times to the same value.
+    The digest is the name of the bytecode folder. Python's own check would miss some changes of packages: it compares
+    the files' times and sizes, but a container image may set all times to the same value.
     """
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

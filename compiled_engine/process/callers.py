@@ -13,7 +13,7 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning located at the innermost line of the call stack that is outside the engine and contextlib."""
+    """Issue a UserWarning located at the innermost frame that is outside the engine and contextlib."""
     level, frame = 1, sys._getframe()
     while (outer := frame.f_back) is not None and _is_own(frame):
         level, frame = level + 1, outer

@@ -1,4 +1,4 @@
-"""Starts child processes that run a function of this program, and sets their import path, environment and open files.
+"""Starts child processes that run a function of this program, with a given import path, environment and open files.
 
 The processes are not forks, so they inherit no threads and no CUDA context.
 """
@@ -57,7 +57,7 @@ def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ())
 
 
 def import_path() -> str:
-    """Return the value of PYTHONPATH with which a child process in the same working directory has this sys.path.
+    """Return a value of PYTHONPATH that gives a child process in the same working directory this process's sys.path.
 
     In interactive interpreters and notebooks, sys.path contains "" for the working directory; here it becomes ".".
     """
@@ -65,7 +65,7 @@ def import_path() -> str:
 
 
 def as_this_one() -> dict[str, str]:
-    """Return environment variables with which a child has this process's import path and bytecode settings."""
+    """Return environment variables that give a child this process's import path and bytecode settings."""
     return {"PYTHONPATH": import_path(), **bytecode_environment()}
 
 

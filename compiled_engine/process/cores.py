@@ -1,4 +1,4 @@
-"""The number of cores, by which processes and threads are counted."""
+"""Counts the CPU cores, which determine the default numbers of processes and threads."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run, where the system tells, or else of all cores."""
+    """Return the number of cores on which this process may run, or of all cores if the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

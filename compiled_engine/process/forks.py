@@ -1,6 +1,6 @@
-"""Detects that this process is a fork of one that has an engine.
+"""Detects that this process is a fork of a process that has an engine.
 
-A fork lacks the engine's threads, and must not use its device and child processes.
+A fork lacks the engine's threads, and must not use the engine's device and child processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def begin_to_compute(*, leaves_threads: bool) -> None:
     """Raise RuntimeError if this process is a fork of one in which an engine has computed with threads or CUDA.
 
     In such a fork OpenMP, which PyTorch uses on CPUs, would wait for threads of the parent, and CUDA does not work.
-    leaves_threads: the caller is going to use threads or CUDA, so later forks of this process must raise.
+    leaves_threads: the caller is going to use threads or CUDA. This is recorded, so that later forks of this process
+    raise.
     """
     if _computing - {os.getpid()}:
         raise RuntimeError(f"an engine cannot run in a fork of a process that has run one; {ADVICE}")
@@ -27,7 +28,7 @@ def begin_to_compute(*, leaves_threads: bool) -> None:
 
 
 class Owner:
-    """Remembers the process that created an engine object. kind: name of the object's class, for the error."""
+    """Remembers the process that created an engine object. kind: name of the object's class, for errors."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -46,7 +47,7 @@ class Owner:
 
 
 def unless_forked(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls `function` in this process, and does nothing in a fork of it. For finalizers."""
+    """Return a function that calls `function` in this process, and does nothing in forks of it. Used for finalizers."""
     maker = os.getpid()
 
     def call(*arguments: Any) -> None:

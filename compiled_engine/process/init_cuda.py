@@ -26,7 +26,7 @@ _ELSEWHERE = ("multiprocess", "mp", "ray")
 def cuda_driver() -> InBackground[bool]:
     """Start to initialise CUDA's driver, without a context; later calls return the same object.
 
-    Its result is True if the initialisation succeeded.
+    The object's result is True if the initialisation succeeded.
     """
     return InBackground(lambda: _driver() is not None)
 
@@ -35,7 +35,8 @@ def cuda_driver() -> InBackground[bool]:
 def cuda_context(index: int) -> InBackground[bool]:
     """Start to create the primary context of the GPU `index`; later calls return the same object.
 
-    index: in CUDA's numbering. The result is True if the context exists; if it is False, torch will report the reason.
+    index: in CUDA's numbering. The object's result is True if the context exists; if it is False, torch will report the
+    reason.
     """
     return InBackground(lambda: _make(index))
 
@@ -88,11 +89,11 @@ def _make(index: int) -> bool:
 
 @cache
 def triton_digest(index: int) -> InBackground[bool]:
-    """Start to compute Triton's digest of its own files, after the GPU's context; later calls return the same object.
+    """Start to compute Triton's digest of its own files, once the GPU's context exists.
 
-    Triton reads hundreds of megabytes for the digest when it compiles or loads the first kernel, and keeps it in the
-    process. index: a GPU that this process will run on, see `cuda_context`. The result is True if the digest was
-    computed; False without that GPU or if Triton fails.
+    Later calls return the same object. Triton reads hundreds of megabytes for the digest when it compiles or loads the
+    first kernel, and keeps the digest in the process. index: a GPU that this process will run on, see `cuda_context`.
+    The result is True if the digest was computed; False without that GPU or if Triton fails.
     """
     context = cuda_context(index)
     return InBackground(lambda: context.result() and _make_digest())
@@ -110,9 +111,9 @@ def _make_digest() -> bool:
 
 
 def init_cuda(device: str, *, runs_here: bool) -> None:
-    """Start to initialise the GPU of the option `device`, in the background; do nothing for a CPU.
+    """Start to initialise the GPU that the option `device` names, in the background; do nothing for a CPU.
 
-    runs_here: this process will run on the GPU, so its context is created, and the key of Triton's cache is computed.
+    runs_here: this process will run on the GPU, so the GPU's context is created, and Triton's digest is computed.
     Otherwise only the driver is initialised, to enumerate GPUs.
     """
     index = index_of(device)

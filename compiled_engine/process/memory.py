@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 def freeze_heap() -> None:
     """Exclude all objects that exist now from later garbage collections, until the process ends.
 
-    Call it once the process has started and is about to serve or generate. PyTorch and a tokenizer have so many objects
-    that a full collection takes a tenth of a second, in which no request gets a token. Garbage in reference cycles that
-    exists now is never freed.
+    Call this once the process has started and is about to serve or generate. PyTorch and a tokenizer have so many
+    objects that a full collection takes a tenth of a second, in which no request gets a token. Garbage in reference
+    cycles that exists now is never freed.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -36,8 +36,8 @@ def collection_paused() -> Iterator[None]:
 def no_full_gc() -> Iterator[None]:
     """Prevent full garbage collections within a block; young objects are collected as usual.
 
-    For work that creates many long-lived objects, which would trigger full collections. These are slow in a process
-    with PyTorch, which has very many objects.
+    Used for work that creates many long-lived objects, which would trigger full collections. These are slow in a
+    process with PyTorch, which has very many objects.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
@@ -48,6 +48,6 @@ def no_full_gc() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Return memory that glibc's allocator keeps for reuse to the system. Does nothing with another C library."""
+    """Give memory that glibc's allocator keeps for reuse back to the system. Does nothing with another C library."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Large host memory that a GPU copies from and to without waiting.
+"""Large host memory, pinned so that a GPU can copy to and from it asynchronously.
 
 Pinning takes as long as the system needs to provide the memory's pages, one after the other in the pinning thread. So
 pages are large where the system has large ones, and all cores provide them before they are pinned.
@@ -24,10 +24,11 @@ PART_BYTES = 64 << 20
 
 
 class PinnedMemory:
-    """Memory of `num_bytes`, as a tensor `bytes`, uint8 [n].
+    """Host memory of `num_bytes` bytes. Its attribute `bytes` is a uint8 tensor [num_bytes] in this memory.
 
-    pinned: for copies of a GPU; otherwise the system provides pages when they are first used. The memory is not from
-    PyTorch's allocator, which would round its size up to a power of two. Raises RuntimeError if the host lacks memory.
+    pinned: pin the memory, for copies to and from a GPU; otherwise the system provides pages when they are first used.
+    The memory is not from PyTorch's allocator, which would round its size up to a power of two. Raises RuntimeError if
+    the host lacks memory or the memory cannot be pinned.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -50,7 +51,7 @@ class PinnedMemory:
 
 
 def provide_pages(memory: mmap.mmap) -> None:
-    """Let all cores touch the pages of new memory."""
+    """Write to each page of new memory, on all cores, so that the system provides the pages."""
     with suppress(AttributeError, OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     bytes_n = np.frombuffer(memory, np.uint8)

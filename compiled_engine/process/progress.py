@@ -17,11 +17,11 @@ Note = Callable[[], str]
 
 
 class Progress(Protocol):
-    """Protocol of progress displays. Long work runs in a block, `with progress.stage(name) as advance`.
+    """Interface of progress displays. Long work runs in a block, `with progress.stage(name) as advance`.
 
-    The work calls advance(n) when n more units of it are finished. total: the number of units; None: unknown.
-    in_bytes: the units are bytes of a download, shown with its speed. note: returns a text to show after the count.
-    patience_s: the stage is shown only once it has taken this long; 0: at once.
+    The work calls advance(n) when n more units of it are finished. total: the number of units; None: unknown. in_bytes:
+    the units are bytes of a download, shown with its speed. note: returns a text to show after the count. patience_s:
+    the stage is shown only once it has taken this long; 0: at once.
     """
 
     def stage(
@@ -85,9 +85,10 @@ class RichProgress:
 
 
 class WithTimeLeft:
-    """A progress display that shows, after the count of another display's stages, an estimate of the time left.
+    """A progress display that adds an estimate of the time left to the stages of another display.
 
-    The estimate is of the current stage: the units that are left take as long as the finished ones. clock: seconds.
+    The estimate assumes that the units of the current stage which are left take as long as the finished ones. clock:
+    returns the time in seconds.
     """
 
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic):
@@ -123,7 +124,7 @@ class WithTimeLeft:
 
 
 class _Stderr:
-    """A file that writes to the current sys.stderr, and ignores errors, since a full disk must not end the work."""
+    """A file that writes to the current sys.stderr. It ignores errors, since a full disk must not end the work."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)

@@ -28,7 +28,7 @@ class WorkStopped(RuntimeError):
 
 
 class TakesLong(Exception):
-    """Raised by work that was submitted as small but is not; the caller submits it again with a large size."""
+    """Raised by work that was submitted as small but is large; the caller submits it again with a large size."""
 
 
 @dataclass(order=True)

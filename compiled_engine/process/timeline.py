@@ -1,4 +1,4 @@
-"""Records the stages of the engine's start-up: when each began after the start of the process, and how long it took."""
+"""Records the stages of the engine's start-up: when each began, from the start of the process, and its seconds."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def seconds_since_process_start() -> float:
 
 @cache
 def _process_origin_s(process: int) -> float:
-    """Return the time at which the current process began, in seconds of time.perf_counter. process: its id.
+    """Return the time at which the current process began, in seconds of time.perf_counter. process: its process id.
 
     The result is cached by process id, so all timelines of a process agree: two computations could differ, as the
-    process may be suspended between reading two clocks. A forked child has another id and computes its own.
+    process may be suspended between reading two clocks. A forked child has another id and computes its own time.
     """
     return time.perf_counter() - seconds_since_process_start()
 
@@ -62,7 +62,10 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, parent: str | None = None) -> Iterator[None]:
-        """Time a block and add its span. parent: name of the containing span; None: the innermost block being timed."""
+        """Time a block and add its span.
+
+        parent: name of the containing span; None: the innermost block that is being timed.
+        """
         start = self.now()
         parent = parent or (self._open[-1] if self._open else None)
         self._open.append(name)
@@ -76,7 +79,7 @@ class Timeline:
         self.spans.append(Span(name, start_s, seconds, parent))
 
     def rename(self, name: str, new: str) -> None:
-        """Rename the spans called `name`, also as the parent of others."""
+        """Rename the spans called `name` to `new`, also where they are parents of other spans."""
         self.spans = [
             replace(
                 span,
@@ -94,5 +97,5 @@ class Timeline:
         return found
 
     def as_records(self) -> list[dict[str, str | float | None]]:
-        """Return the spans as dictionaries of their fields, ordered by start."""
+        """Return each span as a dict of its fields, ordered by start."""
         return [asdict(span) for span in sorted(self.spans, key=lambda span: span.start_s)]

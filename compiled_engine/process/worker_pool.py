@@ -1,4 +1,4 @@
-"""Worker processes that answer requests, as lines of JSON, from several threads of the caller.
+"""Worker processes that answer requests from several threads of the caller. Messages are lines of JSON.
 
 One child process imports the modules that all workers need, then forks the workers. The child is itself no fork of the
 caller, so the workers inherit no threads, no CUDA context and no state of the caller's torch.compile.
@@ -26,7 +26,7 @@ _MOST_LAST_WORDS = 1 << 20
 
 
 class WorkerEnded(RuntimeError):
-    """Raised if a worker did not start, has died or was closed. The message has the workers' last line of output."""
+    """Raised if a worker did not start, has died or was closed. The message has the last line of their output."""
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
 
 
 class WorkerProcesses:
-    """Starts `count` workers, at least one, that run `main()` of a module; see `worker_program`.
+    """Starts `count` workers, at least one, that run `main()` of the module `module`; see `worker_program`.
 
     environment: variables that are added to the caller's or replace them. Raises OSError if the process that forks the
     workers cannot be started.
@@ -97,7 +97,7 @@ class WorkerProcesses:
                 their.close()
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Send the message that `run_workers` passes to `prepare`. Call it once, before any request."""
+        """Send the workers the message that `run_workers` passes to `prepare`. Call this once, before any request."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # missing answers report it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -126,7 +126,7 @@ class WorkerProcesses:
 
 
 class WorkerPool:
-    """A pool of `count` workers that run `main()` of a module, shared by the caller's threads.
+    """A pool of `count` workers that run `main()` of the module `module`, shared by the caller's threads.
 
     The workers start at once. After `begin` they import modules while the caller does other work. A worker that fails
     to start or ends is not replaced, so the pool may become empty; then `ask` returns None. count may be 0.
@@ -149,7 +149,7 @@ class WorkerPool:
         return len(self._processes.workers) if self._processes else 0
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Send the message that prepares the workers for all requests. Call it once, before `ask`."""
+        """Send the message that prepares the workers for all requests. Call this once, before `ask`."""
         if self._processes is None:
             return
         self._processes.begin(order)
@@ -161,8 +161,8 @@ class WorkerPool:
         """Wait for an idle worker, send it a message and return its answer, with the worker's number under "worker".
 
         Returns None if the worker ends before it answers, if no worker is left, if `begin` was not called, or if the
-        pool is closed. Call it in threads that get no KeyboardInterrupt: an interrupted call does not return its worker
-        to the pool.
+        pool is closed. Call this in threads that get no KeyboardInterrupt: an interrupted call does not return its
+        worker to the pool.
         """
         worker = self._take()
         if worker is None:

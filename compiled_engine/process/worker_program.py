@@ -109,7 +109,7 @@ def _end(group: int) -> None:
 
 
 def _run(descriptor: int, work: Work) -> None:
-    """Run the work in a worker on messages from the socket `descriptor`, and send its answers there.
+    """Run `work` in a worker, on messages from the socket `descriptor`, and send its answers to the same socket.
 
     When the caller closes the socket, the whole process group is killed.
     """

@@ -1,4 +1,4 @@
-"""The process of an engine core, as seen by the process that started or joined it.
+"""The process of an engine core, as seen by the process that started it or connected to it.
 
 This module is imported without PyTorch.
 """
@@ -28,7 +28,7 @@ _BACKLOG = 128
 
 
 class RunningCore(Protocol):
-    """An engine core that runs in a thread, in a child process, or in a process that another process has started.
+    """Interface to an engine core, which runs in a thread, in a child process, or in a process started by another one.
 
     `socket` is the caller's end of the connection to the core.
     """
@@ -37,11 +37,11 @@ class RunningCore(Protocol):
 
     @property
     def address(self) -> str | None:
-        """The address for further callers; None if they cannot connect."""
+        """The address to which further callers can connect; None if they cannot."""
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait up to `timeout_s` for the core to end. Return in words how it ended, as far as this process can tell."""
+        """Wait up to `timeout_s` for the core to end. Return text that tells how it ended, if this process can know."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class RunningCore(Protocol):
 
 
 class ForeignCore:
-    """RunningCore for a core started by another process.
+    """RunningCore for a core that another process has started.
 
     Raises OSError if no process listens at `address`, or if this user may not connect.
     """
@@ -111,7 +111,7 @@ class CoreChild:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CoreChild:
-        """Return the process for an engine with these keyword arguments of `LLM`, which need not be valid."""
+        """Return a new CoreChild for an engine with these keyword arguments of `LLM`, which need not be valid."""
         return cls(given_device(options) if core_has_device(options) else "cpu", _cluster_of_this_process())
 
     @property
@@ -119,9 +119,9 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """Send the Start message. If the process has ended, this raises nothing; reading the answer reports it.
+        """Send the Start message. Raises nothing if the process has ended; reading the answer reports that.
 
-        `frame` is the message, already encoded, so that this module need not import PyTorch.
+        frame: the encoded message, so that this module need not import PyTorch.
         """
         self._started = True
         with suppress(OSError):
@@ -156,7 +156,7 @@ def _private_folder() -> Path:
 
 
 def _cluster_of_this_process() -> dict[str, str]:
-    """Return the address of this process's Ray cluster, as environment of a child process; empty without a cluster."""
+    """Return environment variables that give a child process this process's Ray cluster; empty without a cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return {}
@@ -164,7 +164,7 @@ def _cluster_of_this_process() -> dict[str, str]:
 
 
 def device_of_core(config: EngineConfig) -> str:
-    """Return CoreChild's argument `device` for a replica.
+    """Return the argument `device` of CoreChild for a replica.
 
     It is "cpu" if worker processes use the device in place of the core's process.
     """

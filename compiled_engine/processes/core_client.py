@@ -1,4 +1,4 @@
-"""Client of an engine core: wait for the core's first message, then exchange messages on an asyncio event loop."""
+"""Client of an engine core: waits for the core's first message, then exchanges messages on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineDeadError(FatalError):
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
-    """Wait for the core's first message. Return the connection and the message.
+    """Wait for the core's first message. Return the connection to the core, and the message.
 
     Raises the exception with which the start failed, or EngineDeadError if the core ended without reporting one.
     """
@@ -54,9 +54,9 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
 
 
 class CoreClient:
-    """Sends requests, passes on their outputs, and detects the end of the core.
+    """Sends requests to an engine core, receives their outputs, and detects the end of the core.
 
-    on_outputs: called with the outputs of each step that has any for this client. on_death: called once, with the
+    on_outputs: called with the outputs of each step that has outputs for this client. on_death: called once, with the
     reason, if the core ends by itself. dead: the reason why the core has ended; None while it runs.
 
     The socket is read on one event loop at a time, set by the last call of `attach`.
@@ -99,7 +99,7 @@ class CoreClient:
             self._flush()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request; do nothing if the core has ended. Raises MessageTooLargeError if the request is too large."""
+        """Send a request, unless the core has ended. Raises MessageTooLargeError if the request is too large."""
         self._send(Add(request))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
@@ -107,11 +107,11 @@ class CoreClient:
             self._send(Abort(tuple(request_ids), stopped))
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Make the core apply a control call with this name and these arguments, and return its result; see `make`."""
+        """Make the core execute the control call `name` with these arguments, and return its result; see `make`."""
         return await self.make(ControlCall(name, arguments))
 
     async def make(self, call: ControlCall) -> Any:
-        """Make the core apply a control call, after all earlier messages, and return its result.
+        """Make the core execute a control call, after all earlier messages, and return its result.
 
         Raises ControlError if the call fails. Raises EngineDeadError if the core has ended, or ends before it answers.
         """
@@ -126,10 +126,10 @@ class CoreClient:
             self._calls.pop(number, None)
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make the core serve a control call, after all earlier messages, without an answer.
+        """Make the core execute a control call, after all earlier messages, without an answer.
 
-        request_ids: the requests that need the call; none: with several cores, each of them serves it. Raises
-        EngineDeadError if the core has ended.
+        request_ids: the requests that need the call. If empty, and there are several cores, each core executes it.
+        Raises EngineDeadError if the core has ended.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -143,7 +143,7 @@ class CoreClient:
             await accepted
 
     async def wait_dead(self) -> str:
-        """Wait until the core has ended, or `close` is called. Return the reason."""
+        """Wait until the core has ended, or `close` is called. Return the reason as text."""
         if self.dead is not None:
             return self.dead
         end = asyncio.get_running_loop().create_future()
@@ -155,7 +155,7 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Disconnect from the core, which ends if this process has started it.
+        """Disconnect from the core. The core then ends, if this process has started it.
 
         Pending control calls fail. `on_death` is not called.
         """
@@ -228,7 +228,7 @@ class CoreClient:
         self._on_death(self.dead)
 
     def _fail_waiting(self) -> None:
-        """Fail the pending calls, and finish every `wait_dead` and `drained`, since there will be no more answers."""
+        """Fail the pending calls, and end the waits of `wait_dead` and `drained`, since no more answers will arrive."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
             self._wake_drained()

@@ -1,4 +1,4 @@
-"""The loop around the engine core: receive messages of API processes, step, send outputs."""
+"""The loop around the engine core: receives messages of API processes, runs steps, and sends their outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RECEIVING_S, _GAP_S = 0.002, 0.001
 
 
 class ApiProcess:
-    """A client of the core, with a queue of messages to it.
+    """A client of the core, with a queue of messages to the client.
 
     While the client does not read, messages wait unencoded. Each is encoded once the socket has accepted the previous
     one. The queue is bounded by the tokens that the client's requests may still generate: a client that does not read
@@ -66,7 +66,7 @@ class ApiProcess:
         return self.connection.has_unsent or bool(self._waiting)
 
     def send(self, message: ToApi) -> None:
-        """Send a message, or queue it. Raises OSError if the client is gone."""
+        """Send a message, or queue it if the socket does not accept it yet. Raises OSError if the client is gone."""
         self._waiting.append(message)
         self.flush()
 
@@ -82,7 +82,8 @@ def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
     """Return a message encoded as one or more frames to send.
 
     A step's outputs that are too large for one frame are divided. If a single request's output is too large, it is
-    replaced by an error, and `give_up` is called with the request's id. Raises MessageTooLargeError for other messages.
+    replaced by an error, and `give_up` is called with the request's id. Raises MessageTooLargeError for any other
+    message that is too large.
     """
     try:
         return [frame(encode(message))]
@@ -98,7 +99,7 @@ def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
 
 
 def _divided(outputs: StepOutputs) -> list[StepOutputs]:
-    """Divide a step's outputs, of at least two requests, into two parts."""
+    """Divide a step's outputs, which must be of at least two requests, into two parts."""
     columns, others = range(len(outputs.request_ids)), outputs.others
     if columns and others:
         return [outputs.part(columns, ()), outputs.part((), others)]
@@ -154,10 +155,7 @@ class CoreServer:
             self._selector.close()
 
     def _serve_sockets(self, timeout_s: float | None) -> None:
-        """Send queued messages and process received ones.
-
-        With `timeout_s` None, wait until there is something to do.
-        """
+        """Wait for socket events up to `timeout_s` seconds (None: without limit), then send and process messages."""
         for key, events in self._selector.select(timeout_s):
             api_process = key.data
             if api_process is None:
@@ -177,7 +175,7 @@ class CoreServer:
                 self._forget(api_process)
 
     def _receive(self, api_process: ApiProcess) -> None:
-        """Process the messages that have arrived. If one has arrived in part, wait a short time for the rest of it.
+        """Process the messages that have arrived. If the last one is incomplete, wait a short time for the rest of it.
 
         A long message thus arrives within a few steps, and delays each of them only a little.
         """
@@ -252,7 +250,10 @@ class CoreServer:
                 self._release(output.request_id)
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
-        """Divide the outputs by API process. Outputs of requests without an owner are dropped."""
+        """Return each API process that has outputs in a step, with these outputs.
+
+        Outputs of requests without an owner are dropped.
+        """
         columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
         others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
         for index, request_id in enumerate(outputs.request_ids):
@@ -278,7 +279,7 @@ class CoreServer:
             api_process.request_ids.discard(request_id)
 
     def _send(self, api_process: ApiProcess, message: ToApi) -> None:
-        """Send a message. Ignores a closed connection, which is noticed when it is read."""
+        """Send a message. Errors of a closed connection are ignored, since reading reports them."""
         with suppress(OSError):
             api_process.send(message)
             self._watch(api_process)
@@ -299,7 +300,7 @@ class CoreServer:
             del self._owners[request_id]
 
     def _report_failure(self, message: Failed) -> None:
-        """Send the failure to all API processes. Wait at most _LAST_WORDS_S for processes that read slowly."""
+        """Send `message` to all API processes. Wait at most _LAST_WORDS_S for processes that read slowly."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:
             with suppress(OSError):

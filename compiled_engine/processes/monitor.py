@@ -1,4 +1,7 @@
-"""Watch the workers: receive their messages, and detect when one ends or fails, at once, or hangs, after a while."""
+"""Watches the workers: receives their messages, and detects workers that end, fail or hang.
+
+The end or failure of a worker is detected at once, a hang after some seconds.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ _APART_S = 3.0
 
 
 class WorkerError(FatalError):
-    """Raised if a worker has failed, ended, or does not answer: the executor is unusable. The message says why."""
+    """Raised if a worker has failed, ended, or does not answer. The message says why. The executor is then unusable."""
 
 
 class Monitor:
     """Watches the workers in a thread, until `end` is called or a worker fails.
 
-    After a failure all workers are ended, and `failure` has the reason. `bell` is an eventfd that becomes readable on a
-    failure; `end` closes it.
+    After a failure all workers are ended, and `failure` holds the error. `bell` is an eventfd that becomes readable on
+    a failure; `end` closes it.
     """
 
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
@@ -60,14 +63,14 @@ class Monitor:
         self._thread.start()
 
     def wait_ready(self) -> list[Ready]:
-        """Wait until all ranks are ready, and return their messages.
+        """Wait until all ranks are ready, and return their messages in rank order.
 
         Raises WorkerError if a worker ends. If a worker fails to start, raises that worker's error.
         """
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """Return a future per rank for its answer to the control call with this number.
+        """Return one future per rank, for the rank's answer to the control call with this number.
 
         Raises the errors of `check`.
         """
@@ -80,11 +83,14 @@ class Monitor:
         return futures
 
     def expect_result_within(self, seconds: float | None) -> None:
-        """Set the deadline for a result, `seconds` from now; None: no result is awaited, or there is no limit."""
+        """Set the deadline of the next result to `seconds` from now.
+
+        None: no result is awaited, or it has no deadline.
+        """
         self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
-        """Return whether the ranks can continue after a step failed on one of them.
+        """Return whether the ranks can continue although step number `step` failed on one of them.
 
         They can if all ranks fail in the step, after equally many model runs and exchanges, and outside of collectives.
         Waits up to _APART_S for the failures of all ranks.
@@ -98,12 +104,15 @@ class Monitor:
             return all_failed and at_one_place and all(report.between_runs for report in reports.values())
 
     def check(self) -> None:
-        """Raise the error of a failure, if there was one."""
+        """Raise the error of the failure, if there has been a failure."""
         if self.failure is not None:
             raise self.failure
 
     def fail(self, error: Exception) -> Exception:
-        """End all workers after a failure. Returns the first error, which `check` raises from now on."""
+        """End all workers after a failure, and record the error.
+
+        Return the first recorded error, which `check` raises from now on.
+        """
         with self._lock:
             if self.failure is None:
                 futures: list[Future[Any]] = [*self._ready, *self._answers.values()]
@@ -120,11 +129,11 @@ class Monitor:
             return self.failure
 
     def close(self) -> None:
-        """Note that the workers are about to end. From now on, the end of a worker is no failure."""
+        """Record that the workers are about to end. From now on, the end of a worker is not a failure."""
         self._closing = True
 
     def end(self) -> None:
-        """Stop watching. Called once the workers have ended, before their connections are closed.
+        """Stop watching. Must be called after the workers have ended, before their connections are closed.
 
         From now on `check` and `expect` raise.
         """
@@ -148,7 +157,7 @@ class Monitor:
         self._selector.close()
 
     def _take(self, rank: int) -> bool:
-        """Process a worker's next message. Returns False if the worker has ended."""
+        """Process the next message of a rank's worker. Return False if the worker has ended."""
         worker, name = self._workers[rank], self._layout.name(rank)
         try:
             message = decode_from_worker(receive(worker.socket))
@@ -190,8 +199,8 @@ class Monitor:
     def _error(self, failed: Failed, rank: int) -> Exception:
         """Return the error to raise for a rank's failure.
 
-        If the rank failed to start, it is the rank's own exception, which may concern a user's option. Otherwise it is
-        a WorkerError.
+        If the rank failed to start, this is the rank's own exception, which may concern a user's option. Otherwise it
+        is a WorkerError.
         """
         name = self._layout.name(rank)
         if self._ready[rank].done():
@@ -201,7 +210,7 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """Fail the executor because of a rank's failure in a step, unless `survives` has dealt with the failure.
+        """Fail the executor because of a rank's failure in a step, unless `survives` has handled the step.
 
         Without this, the rank that writes the results might wait for the failed rank without end.
         """

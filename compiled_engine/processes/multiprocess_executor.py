@@ -1,8 +1,8 @@
 """Executor whose ranks are processes on this host, one per device.
 
 Each step is written once to a ring buffer in shared memory that all workers read; one rank writes the results to a
-second ring buffer. A step is sent before the previous step has ended. The engine core's process is no rank, so that no
-rank waits while the core runs Python, and the core does not wait while a rank runs Python.
+second ring buffer. A step is sent before the previous step has ended. The engine core runs in a separate process, so
+that no rank waits while the core runs Python, and the core does not wait while a rank runs Python.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """Raised if a step failed in all workers at the same point of execution, so that the workers continue."""
+    """Raised if a step failed in all workers at the same point of its execution. The workers can continue."""
 
 
 class MultiprocessExecutor:
     """Executor that runs each rank in a worker process.
 
-    If a worker cannot start, raises the worker's error, or WorkerError if the worker ended without one. `submit` and
-    `result` raise WorkerError if a worker ends later. `workers` are the launched workers of this configuration, which
-    `close` ends.
+    workers: the launched workers of this configuration, which `close` ends. If a worker cannot start, raises the
+    worker's error, or WorkerError if the worker ended without an error. `submit` and `result` raise WorkerError if a
+    worker ends later.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MultiprocessExecutor:
                 send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
-        """Return the number of KV cache blocks, on which all ranks must agree. Raises WorkerError unless they do."""
+        """Return the number of KV cache blocks. Raises WorkerError unless all ranks have the same number."""
         for rank, other in enumerate(ready):
             if other != ready[0]:
                 name = self._layout.name(rank)
@@ -118,7 +118,7 @@ class MultiprocessExecutor:
         return ready[0].num_blocks
 
     def submit(self, step: SchedulerOutput) -> _PendingResult:
-        """Submit a step, see Executor. Raises WorkerError if the workers have ended."""
+        """Submit a step and return its pending result, see Executor. Raises WorkerError if the workers have ended."""
         self._monitor.check()
         self._steps.write(encode(Step(step)))
         return _PendingResult(self, step.step)
@@ -126,13 +126,13 @@ class MultiprocessExecutor:
     def sample(self, late: LateInputs) -> None:
         """Sample the newest step, whose late inputs, such as token masks, are now known; see Executor.
 
-        The step's result raises errors of sampling.
+        Errors of sampling are raised when the step's result is read. Raises WorkerError if the workers have ended.
         """
         self._monitor.check()
         self._steps.write(encode(Late(late)))
 
     def _receive(self, step: int) -> RunnerOutput:
-        """Wait for the result of the oldest step. step: the step's number.
+        """Wait for the result of the oldest submitted step and return it. step: number of this step.
 
         If the step failed, raises StepError if the workers continue, otherwise WorkerError.
         """
@@ -151,7 +151,7 @@ class MultiprocessExecutor:
         raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
-        """Wait for the results' eventfd. Raises WorkerError if there will be no result."""
+        """Wait until the eventfd of the results is readable. Raises WorkerError if a worker has failed."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
 
@@ -164,7 +164,10 @@ class MultiprocessExecutor:
         self._results.take_in()
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Apply a control call, see Executor. Raises WorkerError if the workers have ended."""
+        """Make all workers execute a control call, and return their results in rank order; see Executor.
+
+        Raises ControlError if the call fails on a rank, and WorkerError if the workers have ended.
+        """
         number = next(self._numbers)
         expected = self._monitor.expect(number)
         self._steps.write(encode(Control(number, call)))
@@ -210,5 +213,5 @@ class _PendingResult:
         self._executor, self._step = executor, step
 
     def result(self) -> RunnerOutput:
-        """Wait for the result. Raises StepError if the step failed, WorkerError if there will be no result."""
+        """Wait for the result and return it. Raises StepError if the step failed, WorkerError if a rank has ended."""
         return self._executor._receive(self._step)

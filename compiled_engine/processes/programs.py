@@ -1,4 +1,4 @@
-"""Main programs of the processes of engine cores and workers: the work before PyTorch is imported."""
+"""Main programs of the processes of engine cores and workers: their work before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _begin() -> None:
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """Wait until the starter has ended, then remove `folder` and end this process immediately, whatever it is doing."""
+    """Wait until the starter has ended, then remove `folder` and end this process at once, whatever it is doing."""
     poll = select.poll()
     poll.register(connection, 0)  # reports a hang-up only
     poll.poll()

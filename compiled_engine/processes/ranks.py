@@ -49,9 +49,9 @@ class Heartbeats:
     """The time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Create the shared memory for the ranks' heartbeats.
+        """Create the shared memory for the ranks' heartbeats, or map existing memory.
 
-        With a descriptor, map the memory that another process has created instead.
+        descriptor: memory that another process has created; None: create it.
         """
         self.descriptor = descriptor
         if self.descriptor is None:
@@ -61,7 +61,7 @@ class Heartbeats:
         self._times = memoryview(self._map).cast("d")
 
     def last_s(self, rank: int) -> float:
-        """Return the time of the rank's last heartbeat; 0 before its first."""
+        """Return the time of the rank's last heartbeat, in seconds of time.monotonic; 0 before its first."""
         return self._times[rank]
 
     def beat(self, rank: int) -> None:
@@ -81,11 +81,12 @@ class Heartbeats:
 
 
 class WorkerChild:
-    """A worker process. It imports its modules immediately, joins the other ranks, and waits for a StartWorker.
+    """A worker process. It imports its modules immediately, joins the other ranks, and waits for a StartWorker message.
 
     gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU as number
         0, so that all ranks run the same code. It also sees the other GPUs, to access their memory.
-    folder: where the ranks find each other. steps, results: ring buffers; RankLayout.result_rank writes the results.
+    folder: the folder through which the ranks find each other.
+    steps, results: ring buffers of steps and results. RankLayout.result_rank writes the results.
     heartbeats: descriptor of the memory of Heartbeats.
     """
 
@@ -114,15 +115,15 @@ class WorkerChild:
         return self._process.pid
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait up to `timeout_s` for the process to end. Return in words how it ended."""
+        """Wait up to `timeout_s` for the process to end. Return text that tells how it ended."""
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped, for example by SIGSTOP, or is dying."""
+        """Return whether the process is stopped, for example by SIGSTOP, or is a zombie."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     def is_dying(self) -> bool:
-        """Return whether the process no longer runs, even if work on its device keeps the connection open."""
+        """Return whether the process is a zombie: it has ended, but work on its device may keep its connection open."""
         return self._status() == psutil.STATUS_ZOMBIE
 
     def _status(self) -> str:
@@ -133,14 +134,14 @@ class WorkerChild:
         return status
 
     def is_killed(self, within_s: float) -> bool:
-        """Return whether a signal has ended the process, or does so within the timeout."""
+        """Return whether a signal has ended the process, or ends it within `within_s` seconds."""
         return self.wait(within_s) and self._process.returncode < 0
 
     def kill(self) -> None:
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the process to end. Return whether it did within the timeout."""
+        """Wait up to `timeout_s` for the process to end. Return whether it has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -148,9 +149,9 @@ class WorkerChild:
         return True
 
     def close(self, within_s: float) -> None:
-        """Wait for a killed process to end, then close the connection.
+        """Wait up to `within_s` for a killed process to end, then close the connection.
 
-        Logs a warning if the process has not ended within the timeout: work on its device may block it.
+        Logs a warning if the process has not ended by then: work on its device may block it.
         """
         if not self.wait(within_s):
             log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
@@ -188,14 +189,14 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """The worker processes of all ranks, which import their modules and wait to be started.
+    """The worker processes of all ranks, which import their modules and wait for a StartWorker message.
 
     `children` are the workers by rank, `steps` and `results` the ring buffers to and from them. `folder` is where the
     ranks will find each other; only this user may enter it.
     """
 
     def __init__(self, count: int, device: str) -> None:
-        """Launch the workers. `device` is the kind of device; unless it is "cpu", ranks see the available GPUs."""
+        """Launch `count` workers. device: the kind of device; unless it is "cpu", the ranks see the available GPUs."""
         open_standard_streams()
         self._gpus = [] if device == "cpu" else visible_gpus(count)
         self.heartbeats = Heartbeats(count)
@@ -215,7 +216,7 @@ class LaunchedWorkers:
 
     @classmethod
     def of(cls, config: EngineConfig) -> LaunchedWorkers:
-        """Return launched workers, one for each rank of a replica with this configuration."""
+        """Return new workers, one for each rank of a replica with this configuration."""
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each runs a core as on a single host.
+"""Runs replicas on the nodes of a Ray cluster. Ray places them and reports their end.
 
-A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. Only
-messages between router and core cross hosts, one per step; messages between ranks stay on the node.
+Each replica runs a core as on a single host. A replica's devices, and the ranks on them, are on one node: Ray never
+divides a bundle of a placement group. Only messages between router and core cross hosts, one per step; messages between
+ranks stay on the node.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Return the versions of Python, of PACKAGES and of CUDA, and the GPU's name, as text by name.
+    """Return, by name, the versions of Python, of PACKAGES and of CUDA, and the name of the GPU.
 
-    CUDA and GPU are included if device_type is "cuda". Creates no context on the GPU.
+    CUDA and the GPU are included if device_type is "cuda". Creates no context on the GPU.
     """
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
@@ -56,7 +57,7 @@ def own_environment(device_type: str) -> dict[str, str]:
 
 
 def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
-    """Return in words how a node's `own_environment` differs from the driver's; empty if they are equal."""
+    """Return a text for each entry of own_environment in which a node differs from the driver; [] if there are none."""
     names = dict.fromkeys((*driver, *node))
     return [
         f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
@@ -70,9 +71,9 @@ _EXIT_S = 10.0
 
 
 class ReplicaActor:
-    """Ray actor that runs a core. RayCore calls its methods, some of them concurrently.
+    """Ray actor that runs an engine core. RayCore calls its methods, some of them concurrently.
 
-    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Its folders
+    device: see CoreChild. paths: the driver's import path, for modules such as logits processors. Those of its folders
     that exist on this node are appended to this process's import path.
     """
 
@@ -86,7 +87,7 @@ class ReplicaActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def clock(self) -> float:
-        """Return this machine's time.perf_counter."""
+        """Return the current time.perf_counter of this machine, in seconds."""
         return time.perf_counter()
 
     def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
@@ -107,7 +108,7 @@ class ReplicaActor:
         return wrong
 
     def send(self, data: bytes) -> None:
-        """Send bytes to the core. If the core has ended, `receive` reports that."""
+        """Send bytes to the core. Raises nothing if the core has ended; `receive` reports that."""
         with suppress(OSError):
             self._child.socket.sendall(data)
 
@@ -119,7 +120,7 @@ class ReplicaActor:
             return b""
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Return how the core ended, see RunningCore."""
+        """Return text that tells how the core ended, see RunningCore."""
         return self._child.how_it_ended(timeout_s)
 
     def close(self) -> None:
@@ -153,7 +154,8 @@ _KILLED_S = 1.0
 class RayCore:
     """RunningCore on another node. Two threads pass bytes between `socket` and a ReplicaActor, one in each direction.
 
-    `name` is for messages to users. `node` is the node on which the core runs.
+    actor: handle of the ReplicaActor. name: the replica's name in messages to users. node: the node on which the core
+    runs, as text.
     """
 
     def __init__(self, actor: Any, name: str) -> None:
@@ -184,7 +186,10 @@ class RayCore:
             threading.Thread(target=pump, name=f"{self._name} on Ray", daemon=True).start()
 
     def clock_ahead_s(self) -> float:
-        """Return how far this machine's time.perf_counter is ahead of the node's, accurate to half a call's time."""
+        """Return the seconds by which this machine's time.perf_counter is ahead of the node's.
+
+        The result is accurate to half the time of a call to the node.
+        """
         if self.node.startswith(ray.util.get_node_ip_address()):
             return 0.0
         before = time.perf_counter()
@@ -209,7 +214,7 @@ class RayCore:
         self._own.close()
 
     def _pump_in(self) -> None:
-        """Pass bytes from the actor to `socket`. Once the core or its actor ends, `socket` reaches its end."""
+        """Pass bytes from the actor to `socket`. When the core or its actor ends, end the connection of `socket`."""
         try:
             while data := ray.get(self._actor.receive.remote()):
                 self._own.sendall(data)
@@ -231,7 +236,7 @@ class RayCore:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error, which may have occurred in an actor, in one line.
+    """Return the reason of an error in one line. The error may have occurred in an actor.
 
     Ray's text for an error in an actor begins with the position in the code and ends with the exception.
     """
@@ -253,8 +258,8 @@ class RayCluster:
     The cluster is the one that this process has joined, otherwise the one that RAY_ADDRESS names. Without either, a new
     cluster is started on this host, in a folder of its own, since a running cluster may be another user's.
 
-    `cores` has one core per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not
-    answer, and RuntimeError if its resources are in use.
+    `cores` has one RayCore per replica, spread over the nodes. Raises ValueError if the cluster is too small or does
+    not answer, and RuntimeError if its resources are in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -314,7 +319,7 @@ class RayCluster:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ValueError if nothing listens at this host and port. Ray would try for minutes."""
+    """Raise ValueError if `address` is host:port and nothing listens there. Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not (host and port.isdecimal()):
         return
@@ -325,7 +330,7 @@ def _require_answer(address: str) -> None:
 
 
 def _require_room(count: int, bundle: dict[str, float]) -> None:
-    """Raise ValueError unless the nodes, if idle, could hold this number of bundles."""
+    """Raise ValueError unless the nodes, if idle, could hold `count` bundles. bundle: amounts by resource name."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most = sum(min(math.floor(node.get(name, 0) / needed) for name, needed in bundle.items()) for node in nodes)
     if most < count:

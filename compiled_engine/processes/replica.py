@@ -1,4 +1,4 @@
-"""A replica as seen by the routing process, and the combined metrics of all replicas."""
+"""Defines a replica as seen by the routing process, and combines the metrics of all replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RoutedRequest:
 
 @dataclass(eq=False)
 class Replica:
-    """A replica and its `requests`: all requests that were sent to it and have not ended."""
+    """A replica, as seen by the routing process. `requests` are those that were sent to it and have not ended."""
 
     number: int
     name: str  # for messages to users
@@ -65,7 +65,7 @@ class Replica:
     dead: str | None = None  # why it ended; None while it runs
 
     def by_our_clock(self, output: EngineOutput) -> EngineOutput:
-        """Return the output with `scheduled_time` converted to this machine's clock."""
+        """Return `output` with its `scheduled_time` converted to this machine's clock."""
         there = output.scheduled_time
         return output if there is None else structs.replace(output, scheduled_time=there + self.clock_ahead_s)
 
@@ -99,9 +99,10 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 
 
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
-    """Return the replicas' newest metrics, combined. At least one replica must have answered.
+    """Return the combined newest metrics of the replicas. At least one replica must have answered.
 
-    COUNTERS are summed over all replicas, GAUGES over living ones. Most other metrics are one replica's.
+    COUNTERS are summed over all replicas, GAUGES over living ones. Most other metrics are those of the first living
+    replica, or of the first one if none lives. "replicas" has some metrics of each replica.
     """
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
@@ -116,7 +117,7 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
 
 
 def _sum(kind: type, values: Sequence[Any]) -> Any:
-    """Return the sum of numbers, or of dicts of numbers by key."""
+    """Return the sum of numbers, or of dicts of numbers by key. kind: the type of the values."""
     if kind is not dict:
         return sum(values)
     totals = Counter[str]()

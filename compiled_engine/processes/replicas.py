@@ -1,9 +1,10 @@
 """Data parallelism: several engine cores, each in its own process on its own devices, with the interface of one core.
 
-Replicas exchange nothing. The router chooses a replica for each request. Requests wait here instead of in a replica's
-queue, so that no replica is idle while another has a queue. Generated tokens are kept here. If a replica dies, its
-requests continue on another replica, from their prompts and their tokens so far. The result is the same, since noise
-depends only on a request's seed and on positions, and every request gets a seed here.
+Replicas exchange nothing. The router chooses a replica for each request. Requests wait in the routing process instead
+of in a replica's queue, so that no replica is idle while another has a queue. The routing process keeps the generated
+tokens. If a replica dies, its requests continue on another replica, from their prompts and their tokens so far. The
+result is the same, since sampling noise depends only on a request's seed and on positions, and every request gets a
+seed before it is sent.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _LOOK_S = 1.0
 class Replicas:
     """Several replicas with the methods of EngineCore. Most methods raise EngineDeadError once no replica is left.
 
-    `bell` is a descriptor that is readable when a replica has sent something. `start_s` is the duration of the start,
-    for metrics. `when_ended` is called once `close` has ended all replicas.
+    `bell` is a descriptor that is readable when a replica has sent something. start_s: duration of the start in
+    seconds, for metrics. when_ended: called once `close` has ended all replicas.
     """
 
     held = ""  # each replica holds its own steps
@@ -113,9 +114,9 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """Return the outputs of the next step that any replica has made.
+        """Return the outputs of one step of any replica: the oldest that has not been returned.
 
-        Waits for a limited time. If no outputs arrive, the result is empty.
+        Waits up to _LOOK_S seconds. If no outputs arrive, the result is empty.
         """
         if not self._outputs:
             self._require_living()
@@ -133,7 +134,7 @@ class Replicas:
         return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a control call on all replicas, wait for their answers, and return the combined result.
+        """Make all replicas execute a control call, wait for their answers, and return the combined result.
 
         Booleans are combined with "and", lists to their sorted union. For other types the result is the first
         replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time, see
@@ -162,9 +163,9 @@ class Replicas:
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make replicas serve a control call before later requests, without an answer.
+        """Make replicas execute a control call before later requests, without an answer.
 
-        request_ids: the call is for the replicas that have these requests now; none: for all replicas.
+        request_ids: the call is for the replicas to which these requests have been sent; empty: for all replicas.
         """
         self._require_living()
         message = Tell(call, tuple(request_ids))
@@ -190,7 +191,7 @@ class Replicas:
         self._selector.close()
 
     def _send_queued(self) -> None:
-        """Send queued requests in order, while replicas accept them."""
+        """Send queued requests to replicas, in order, until no replica accepts the next one."""
         while self._waiting and self._living:
             routed = self._waiting[0]
             request = routed.rest()
@@ -204,7 +205,10 @@ class Replicas:
             heapq.heappop(self._waiting)
 
     def _abort_queued(self) -> None:
-        """End the requests that were sent to no replica. A pause with mode "abort" ends the others in the replicas."""
+        """End the requests that have not been sent to a replica, with finish_reason "abort".
+
+        A pause with mode "abort" ends the other requests in the replicas.
+        """
         queued = [routed for routed in self._requests.values() if routed.route is None]
         for routed in queued:
             self._end(routed, finished=False)
@@ -246,7 +250,7 @@ class Replicas:
                 self._lose(replica, f"a step failed: {kind}: {text}")
 
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
-        """Process a step's outputs. Outputs of requests aborted in the meantime are dropped."""
+        """Process a step's outputs. Outputs of requests that were aborted in the meantime are dropped."""
         requests, known = replica.requests, True
         for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)
@@ -274,11 +278,11 @@ class Replicas:
             self._send_queued()
 
     def _lose(self, replica: Replica, why: str) -> None:
-        """Handle the end of a replica.
+        """Handle the end of a replica. why: the reason, as text.
 
-        Its requests are queued again, before later requests, and continue on other replicas. A request with which
-        MOST_LOST replicas have died may be the cause, so it ends with an error instead. If no replica is left, later
-        calls of `step` and other methods raise EngineDeadError.
+        The replica's requests are queued again, before later requests, and continue on other replicas. A request with
+        which MOST_LOST replicas have died may be the cause, so it ends with an error instead. If no replica is left,
+        later calls of `step` and other methods raise EngineDeadError.
         """
         if replica.dead is not None:
             return
@@ -306,7 +310,7 @@ class Replicas:
         self._send_queued()
 
     def _send(self, replica: Replica, message: ToCore) -> None:
-        """Send a message. Ignores a closed connection, which is noticed when it is read."""
+        """Send a message. Errors of a closed connection are ignored, since reading reports them."""
         if replica.dead is None:
             try:
                 replica.send(message)

@@ -22,7 +22,7 @@ _NEXT_LOOK_S = 50e-6
 
 
 class RingDescriptors(NamedTuple):
-    """Descriptors for processes to inherit: the memory, and a doorbell per reader."""
+    """File descriptors of a ring buffer, which processes inherit: its memory, and an eventfd (doorbell) per reader."""
 
     memory: int
     bells: tuple[int, ...]
@@ -40,7 +40,7 @@ class RingDescriptors(NamedTuple):
 
 
 def await_bell(bells: select.poll, busy_s: float) -> None:
-    """Wait until one of the doorbells is readable.
+    """Wait until one of the doorbells registered with `bells` is readable.
 
     Polls without sleeping for the first `busy_s` seconds, since waking a sleeping processor adds to the time of a step.
     """
@@ -82,7 +82,10 @@ class RingWriter:
         self._no_room = no_room
 
     def write(self, message: bytes) -> None:
-        """Write a message. A message longer than the buffer passes through in parts. Raises the errors of `no_room`."""
+        """Write a message, and wait while the buffer is full. Raises the errors of `no_room`.
+
+        A message longer than the buffer passes through in parts.
+        """
         counts, content = self._memory.counts, self._memory.content
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
@@ -117,7 +120,10 @@ class RingReader:
         self._busy_s = busy_s
 
     def read(self, wait: Callable[[], None] | None = None) -> bytes:
-        """Return the next message. `wait` returns once the doorbell is readable, or raises; None waits indefinitely."""
+        """Return the next message, after waiting until all of it has been written.
+
+        wait: called to wait until the doorbell is readable; its errors are raised. None: wait without a time limit.
+        """
         wait = wait or self._wait
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait))
         return self._take(length, wait)

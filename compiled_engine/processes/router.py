@@ -1,10 +1,10 @@
 """Choose a replica for each request.
 
 The chosen replica is the one estimated to finish the request first. A replica's pending work is counted in prompt
-tokens. It is the sum over its requests of prompt tokens not known to be cached, and of expected output tokens, each
-weighted as several prompt tokens. The part of the new prompt that is not cached on the replica is added. So a prompt
-goes where its prefix was computed, until another replica has so much less work that recomputing the prefix there is
-cheaper. Then both replicas have the prefix.
+tokens. It is the sum, over the replica's requests, of the prompt tokens not known to be cached and of the expected
+output tokens; an output token counts as several prompt tokens. The part of the new prompt that is not cached on the
+replica is added. So a prompt goes where its prefix was computed, until another replica has so much less work that
+recomputing the prefix there is cheaper. Then both replicas have the prefix.
 
 Weighing cached blocks against load, from the router's own history, follows the routers of SGLang (Zheng et al., 2024,
 arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
@@ -35,12 +35,15 @@ class PrefixHistory:
         return len(self._hashes)
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a sequence are known."""
+        """Return how many leading blocks of a sequence are in the history. hashes: those of its blocks, in order."""
         known = self._hashes
         return next((index for index, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """Record the blocks of a sequence sent to the replica."""
+        """Make the blocks of a sequence that is sent to the replica the newest. The oldest blocks are dropped.
+
+        hashes: those of the sequence's blocks, in order.
+        """
         known = self._hashes
         for block_hash in reversed(hashes):
             known[block_hash] = None
@@ -73,7 +76,7 @@ class _Load:
     prefixes: PrefixHistory
     num_requests: int = 0
     work: float = 0.0
-    last: int = 0  # number of the last choice that fell on it
+    last: int = 0  # number of the newest choice of this replica
 
 
 @dataclass(eq=False)
@@ -99,7 +102,7 @@ class Router:
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         hashes: list[bytes] = []
-        if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # these compute the whole prompt
+        if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # prompt logprobs need the whole prompt
             hash_blocks(hashes, request.prefix_root, token_ids, self.block_size, contents=request.contents)
         missing = {
             number: len(token_ids) - self.block_size * load.prefixes.num_known(hashes) for number, load in loads.items()
@@ -119,9 +122,10 @@ class Router:
         return Route(chosen, work, hashes)
 
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
-        """Remove a request that has ended from its replica's load.
+        """Remove a request that has ended from its replica's load, and add the blocks of its output to the history.
 
-        finished: the request's length updates the estimate of output lengths.
+        route: the result of `route` for the request. finished: the output is complete, so its length updates the
+        estimate of output lengths.
         """
         load = self._loads[route.replica]
         load.num_requests -= 1
@@ -142,7 +146,7 @@ class Router:
             load.prefixes.clear()
 
     def _expected(self, request: EngineRequest) -> float:
-        """Return the estimated number of tokens still to be generated."""
+        """Return the estimated number of tokens that the request still has to generate."""
         params = request.sampling_params
         longest = params.max_tokens or 0
         expected = longest if params.ignore_eos else min(longest, self._answer)

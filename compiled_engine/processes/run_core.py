@@ -39,10 +39,11 @@ def run_core(
     given: MutableMapping[str, Any] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start a core and serve until the other end of `connection` closes. See CoreServer for `listener` and `given`.
+    """Start a core and serve requests until the other end of `connection` closes.
 
     If the start fails, the error is sent over `connection`, and nothing is raised. A step's error is sent to all
-    clients, then raised. `when_started` is called when the start has succeeded or failed.
+    clients, then raised. `when_started` is called when the start has succeeded or failed. See start_core for
+    `processors`, and CoreServer for `listener` and `given`.
     """
     timeline = Timeline(start.origin_s, start.spans)
     so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
@@ -64,9 +65,10 @@ def run_core(
 
 
 def serve(listener: socket.socket, folder: Path) -> None:
-    """Accept the starter's connection from `listener`, start the requested core, and serve until the starter ends.
+    """Accept one connection from `listener`, start the core that its Start message describes, and serve requests.
 
-    If the starter ends while the core starts, `folder` is removed and this process ends.
+    Returns when the process at the other end closes the connection. If that process ends while the core starts,
+    `folder` is removed and this process exits with code 1.
     """
     connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
     start = _receive_start(connection)
@@ -99,9 +101,9 @@ def _receive_start(connection: Connection[ToCore]) -> Start | None:
 
 
 def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
-    """Remove `folder` and end the process if the caller disappears while the core starts.
+    """Remove `folder` and exit this process if the other end of a socket hangs up before `started` is set.
 
-    The socket is not read in that time.
+    descriptor: the socket's; it is polled, but not read. Runs in a thread of its own.
     """
     poll = select.poll()
     poll.register(descriptor, 0)  # reports a hang-up only
@@ -112,7 +114,10 @@ def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path
 
 
 class CoreThread:
-    """RunningCore in a thread of the caller's process, behind the same socket as a core in its own process."""
+    """An engine core that runs in a thread of the caller's process.
+
+    Implements RunningCore: the caller talks to the core over a socket, as to a core in its own process.
+    """
 
     def __init__(self) -> None:
         self.address: str | None = None
@@ -122,7 +127,8 @@ class CoreThread:
     def start(self, start: Start, processors: GivenProcessors, given: MutableMapping[str, Any]) -> None:
         """Start the thread, which runs the core that the Start message describes.
 
-        See CoreServer for `given`; the caller adds an entry before it sends the entry's request.
+        processors: logits processors, see start_core. given: see CoreServer; the caller adds an entry before it sends
+        the request that the entry is for.
         """
         arguments = (start, self._other, processors, given)
         self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)

@@ -33,11 +33,10 @@ def start_core(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore:
-    """Start a core in this process, and its worker processes if it has several ranks.
+    """Start a core in this process, and its worker processes if it has several ranks. Return the core when it is ready.
 
-    Return it when it is ready to serve. `logits_processors` are objects or "package.module:Name"; worker processes get
-    only the names. The stages of the core's start are added to `timeline`. Raises the errors of `Runner`, or
-    WorkerError if a worker process fails.
+    `logits_processors` are objects or "package.module:Name"; worker processes get only the names. The stages of the
+    core's start are added to `timeline`. Raises the errors of `Runner`, or WorkerError if a worker process fails.
     """
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
@@ -85,7 +84,7 @@ class LaunchedCore(RunningCore, Protocol):
         ...
 
     def clock_ahead_s(self) -> float:
-        """Return how far this machine's time.perf_counter is ahead of the core's."""
+        """Return by how many seconds this machine's time.perf_counter is ahead of the core's."""
         ...
 
 
@@ -120,7 +119,7 @@ def _start_replicas(
 
 
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
-    """Launch a core for each replica and append it to `cores`. Return a function to call when all have ended."""
+    """Launch a core for each replica and append it to `cores`. Return a function to call when all cores have ended."""
     if config.parallel.executor == "ray":
         from compiled_engine.processes.ray_replicas import RayCluster  # needs an optional package
 
@@ -133,7 +132,10 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """Wait until all cores are ready. Return their replicas in order. If a start fails, raise its error immediately."""
+    """Wait until all cores are ready, and return a Replica for each, in order.
+
+    If a start fails, its error is raised at once.
+    """
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:

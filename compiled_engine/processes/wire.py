@@ -56,14 +56,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """An order to serve a control call. Each receiver, a core or the ranks of a core, answers with the same number."""
+    """Order to serve a control call. Each receiver (a core, or each rank of a core) sends an Answered with `number`."""
 
     number: int
     call: ControlCall
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """An order to serve a control call without an answer."""
+    """Order to serve a control call without an answer."""
 
     call: ControlCall
     # Only cores that have one of these requests need the call. Empty: all cores need it.
@@ -119,16 +119,16 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Late(msgspec.Struct, tag=True, frozen=True):
-    """Inputs of the newest step that only its sampling waits for, such as token masks.
+    """Inputs that only the sampling of the newest step needs, such as token masks.
 
-    Sent to all workers over the ring buffer.
+    Sent to all workers over the ring buffer, after the step. The step waits for them before it samples.
     """
 
     inputs: LateInputs
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Order to continue after a step that failed on all workers. Until then they execute no steps.
+    """Order to continue after a step that failed on all workers. Until this order, the workers execute no steps.
 
     Sent over the ring buffer.
     """
@@ -139,7 +139,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """The report of a rank that the step with this number has failed on it."""
+    """Report of a rank: its execution of the step with this number has failed."""
 
     step: int
     failed: Failed
@@ -178,7 +178,7 @@ def decode_to_api(data: bytes | bytearray) -> ToApi:
 
 
 def decode_start(data: bytes) -> StartWorker:
-    """Decode the first message to a worker."""
+    """Decode the first message to a worker. Raises msgspec.DecodeError for anything else."""
     return _start_decoder.decode(data)
 
 
@@ -191,7 +191,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """Encode a step's outputs or its failure for the ring buffer."""
+    """Encode a step's outputs ("O", then msgpack) or its failure ("F", then msgpack) for the ring buffer."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 

@@ -45,10 +45,11 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """Run a rank until it gets a Stop message.
+    """Run a rank until it gets a Stop message. If it fails, send the error over `connection` and exit with code 1.
 
-    `connection` is the socket of WorkerChild, and `device` is "cuda" or "cpu". `folder` is where the ranks find each
-    other. `descriptors` are those that WorkerChild passes, without the socket's.
+    connection: the socket to the WorkerChild that started this process. device: "cuda" or "cpu". folder: an empty
+    folder, through which the ranks find each other. descriptors: the memory of the heartbeats, of the steps' ring
+    buffer and of the results' ring buffer, then the doorbell of the results, then the ranks' doorbells for steps.
     """
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
@@ -109,7 +110,7 @@ class Worker:
             threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Execute messages until a `Stop`. If a step fails, the executor decides whether the ranks continue."""
+        """Execute the messages from `steps` until a Stop. If a step fails, the executor decides whether to continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):

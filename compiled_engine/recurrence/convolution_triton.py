@@ -26,7 +26,7 @@ FEW_D = 256
 def _inputs(
     x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
 ) -> tl.tensor:
-    """Return the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set.
+    """Load the inputs of the convolution and return x * factor, in the dtype of x; zeros where the mask is not set.
 
     factor_ptr may be None, for x alone. The offsets are in elements.
     """
@@ -179,10 +179,12 @@ def keep_inputs_kernel(
 ) -> None:
     """Write the last inputs of each request to its state. Program: (request, tile of TILE_D channels).
 
-    rows_of_each: the number of rows of each request, or 1 if requests have different numbers. With 1 there is a program
-        for each row, and the program of a request's first row handles its drafts too.
+    rows_of_each: how many rows of the step each request has, one for its newest token and one for each draft (see
+        Sequences), or 1 if requests have different numbers. With 1 there is a program for each row, and the program of
+        a request's first row handles its drafts too.
     COMPUTES: first compute the outputs of the request's tokens, one after another, and write them to out_ptr; otherwise
-    out_ptr is not written. See convolve_kernel for the remaining arguments.
+        out_ptr is not written.
+    See convolve_kernel for the remaining arguments.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -14,9 +14,10 @@ import torch
 
 
 def products_by_element(x_2HCk: torch.Tensor, k_HCk: torch.Tensor, g_HCk: torch.Tensor) -> torch.Tensor:
-    """Return the decayed products of each token's x with the keys of itself and of earlier tokens, [2, H, C, C].
+    """Return the decayed products of tokens' vectors x with keys, [2, H, C, C]; see the top of the file.
 
-    Zeros for later tokens. Two x of each token are multiplied at once.
+    Entry [n, h, i, j] is the product of token i's n-th x with the key of token j, in head h; zero if j is later than i.
+    g_HCk: logarithms of the decays, none positive.
     """
     place_C = torch.arange(k_HCk.shape[1], device=k_HCk.device)
     products_2HCC = (x_2HCk * k_HCk).sum(-1).diag_embed()
@@ -34,9 +35,10 @@ def products_by_element(x_2HCk: torch.Tensor, k_HCk: torch.Tensor, g_HCk: torch.
 
 
 def decays_to_end(g_HCk: torch.Tensor) -> torch.Tensor:
-    """Return by how much each token's key decays up to the chunk's last token, [H, C, k].
+    """Return the factors by which each token's key decays until the chunk's last token, [H, C, k].
 
-    Sums of later g are exact, where differences of sums from the first token on would not be.
+    g_HCk: logarithms of the decays. The g of later tokens are added up, which is more exact than the difference of two
+    sums from the first token on.
     """
     later_HCk = torch.nn.functional.pad(g_HCk[:, 1:], (0, 0, 0, 1))
     return later_HCk.flip(1).cumsum(1).flip(1).exp()

@@ -16,13 +16,16 @@ from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
 CHUNK = 16
-# Stands for the decays of tokens that do not exist, whose numbers may be anything.
+# Replaces values of g that are out of range: those of tokens that do not exist may be anything.
 _LEAST = tl.constexpr(-1e4)
 
 
 @triton.jit
 def _in_slices(x_Ck: tl.tensor, SLICES: tl.constexpr) -> tl.tensor:
-    """Return [SLICES, chunk, k / SLICES]: consecutive elements, which different warps multiply."""
+    """Divide the rows of x_Ck [chunk, k] into slices of consecutive elements: [SLICES, chunk, k / SLICES].
+
+    Different warps multiply different slices.
+    """
     return tl.permute(tl.reshape(x_Ck, (x_Ck.shape[0], SLICES, x_Ck.shape[1] // SLICES)), (1, 0, 2))
 
 
@@ -50,14 +53,14 @@ def element_products_kernel(
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ) -> None:
-    """Write the decayed products of a chunk's keys, and of its queries, with the keys of earlier tokens.
+    """Write the decayed products of a chunk's keys, and of its queries, with the keys of earlier tokens of the chunk.
 
     Program: (chunk, head).
 
     q_ptr, k_ptr: [T, H / GROUP, K]; g_ptr: [T, H, K]. q_stride, k_stride, g_stride: elements from one token to the
         next. num_tokens: T.
-    keys_ptr, scores_ptr: fp32 [chunks, H, CHUNK, CHUNK]. Entries for the keys of later tokens are zeros. The scores,
-        which are those of queries, have entries for a token's own key too.
+    keys_ptr, scores_ptr: fp32 [chunks, H, CHUNK, CHUNK], the products of keys and of queries. Entries for the keys of
+        later tokens are zeros. A query, but not a key, is also multiplied by its own token's key.
     SCALE, EPS, NORMALISES, TILE_K, PRECISION: see delta_rule_kernel. SLICES: parts of a key that are multiplied side by
         side. SUMS: input_precision of sums of g, whose factors are 0 and 1.
     """
@@ -102,9 +105,10 @@ def element_products_kernel(
 def element_products(
     q_TGk: torch.Tensor, k_TGk: torch.Tensor, g_THk: torch.Tensor, normalises: bool, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the products of keys and of queries in all chunks of a step, see the kernel.
+    """Return (products of keys, products of queries) in all chunks of a step: keys_ptr and scores_ptr of the kernel.
 
-    normalises, eps: whether each query and key is divided by its L2 norm, and what is added to the squared norm.
+    g_THk: logarithms of the decays. normalises: divide each query and key by its L2 norm first. eps: added to the
+    squared norm.
     """
     num_tokens, num_heads, key_dim = g_THk.shape
     shape = cdiv(num_tokens, CHUNK), num_heads, CHUNK, CHUNK

@@ -53,7 +53,7 @@ def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Te
 
 
 class _DeltaRule:
-    """Implements Rule. The tokens' other value is beta, [T, H]."""
+    """The gated delta rule, as a Rule of matrix_states.py. `TokenValues.other` is beta, [T, H]."""
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues

@@ -30,7 +30,7 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Return the queries or keys of a chunk, multiplied by `scale`, fp32 [chunk, k].
+    """Load the queries or keys of a chunk, and return them multiplied by `scale`, fp32 [chunk, k].
 
     NORMALISES: first divide each query or key by its L2 norm. EPS is added to the squared norm.
     """
@@ -92,10 +92,11 @@ def delta_rule_kernel(
         whose results are zeros.
     drafts_ptr: fp32 [S, H, SLOTS, K + V + DECAYS]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there
         are no drafts; SLOTS is then 0.
-    num_rows: R. rows_of_each: the number of rows of each request, or 1 if requests have different numbers. With 1 there
-        is a program for each row, and the program of a request's first row handles its drafts too. IN_TWO: this is
-        one of two launches. With CHUNK 1 it processes only rows of one token, otherwise only the other rows, whose
-        states never have drafts to apply.
+    num_rows: R. rows_of_each: how many rows of the step each request has, one for its newest token and one for each
+        draft (see Sequences), or 1 if requests have different numbers. With 1 there is a program for each row, and the
+        program of a request's first row handles its drafts too.
+    IN_TWO: this is one of two launches. The launch with CHUNK 1 processes only rows of one token. The other processes
+        only rows of several tokens, whose states never have drafts to apply.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.

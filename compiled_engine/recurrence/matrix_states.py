@@ -1,4 +1,4 @@
-"""Recurrences with a matrix as state, over packed sequences, with PyTorch's ops: what a step does with their states.
+"""Recurrences whose state is a matrix: applies a step's tokens to the states, with PyTorch's ops.
 
 A head's state S [k, v] maps keys to values. Each token multiplies S by exp(g), writes a value under its key,
 S += key^T value, and reads S. g is a number, or one number for each row of S, which belongs to an element of the keys.
@@ -24,7 +24,7 @@ class Drafted(NamedTuple):
     """Tensors that are kept in addition to matrix states in an engine with drafts, see states.py."""
 
     drafts_SHNw: torch.Tensor  # fp32, the updates of the last step's drafts, in slots by position
-    lengths_SHv: torch.Tensor  # int32, for each column of a state, the number of tokens that it has
+    lengths_SHv: torch.Tensor  # int32, for each column of a state, the number of tokens that were applied to it
 
 
 class TokenValues(NamedTuple):
@@ -38,7 +38,7 @@ class TokenValues(NamedTuple):
 
 
 class Rule(Protocol):
-    """Arithmetic of a recurrence with matrix states."""
+    """Protocol of the arithmetic in which recurrences with matrix states differ."""
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
@@ -92,7 +92,7 @@ def apply_to_step(
 
 
 def written(decayed_RHkv: torch.Tensor, k_RHk: torch.Tensor, written_RHv: torch.Tensor) -> torch.Tensor:
-    """Return the states after a value is written under a key of each: decayed state + key^T value."""
+    """Return decayed state + key^T value for each request: its state after the value is written under the key."""
     return decayed_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, written_RHv)
 
 
@@ -110,10 +110,10 @@ def _compute_drafts(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the results of drafts to out_THv, and the drafts' updates and the states' lengths to `drafted`.
+    """Compute drafts: write their results to out_THv, and their updates and the states' lengths to `drafted`.
 
-    states_RHkv: the states after the tokens that are not drafts, num_certain_R of each request; overwritten. alone_R:
-    whether a request has one such token, so that it may have drafts.
+    num_certain_R: how many of each request's tokens are not drafts. states_RHkv: each request's state after these
+    tokens; overwritten. alone_R: whether a request has exactly one such token; other requests have no drafts.
     """
     drafts_SHNw, lengths_SHv = drafted
     lengths_R = sequences.num_before + num_certain_R
@@ -131,9 +131,10 @@ def _compute_drafts(
 def _apply_drafts(
     states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences, num_certain_R: torch.Tensor
 ) -> None:
-    """Apply the previous step's right drafts, which precede this step's first token, to the states, in place.
+    """Apply the accepted drafts of the previous step, which precede this step's first token, to the states, in place.
 
-    A request with several certain tokens has no right drafts, since it had no drafts in the previous step.
+    num_certain_R: how many of each request's tokens are not drafts. A request with several such tokens has no accepted
+    drafts, since it had no drafts in the previous step.
     """
     rows_R = sequences.rows_R.clamp(min=0).long()
     continues_R = (sequences.rows_R >= 0) & (sequences.num_before > 0)

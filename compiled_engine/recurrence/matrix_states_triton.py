@@ -1,7 +1,8 @@
-"""Parts of the Triton kernels for recurrences with a matrix as state: what drafts change, and the end of a request.
+"""Parts of the Triton kernels for recurrences whose state is a matrix: the updates of drafts, and the end of a request.
 
 matrix_states.py does the same with PyTorch's ops, and explains the tensors. A program handles the TILE_V columns v_v of
-the state of one head, of which those in in_v exist. head_row: the state's number, counted over all rows and heads.
+the state of one head; in_v says which of these columns exist, and in_k which rows k_k exist. head_row: the state's
+index among the states of all rows and heads.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def apply_drafts(
     SLOTS: tl.constexpr,
     DECAYS: tl.constexpr = 1,
 ) -> tl.tensor:
-    """Return the state after the previous step's right drafts, whose updates are applied.
+    """Apply the updates of the previous step's accepted drafts to a state, and return the new state.
 
-    num_before: the request's tokens before this step. continues_v: columns whose state has tokens; only these columns
-    have a length. DECAYS: numbers in g, 1 or K.
+    num_before: the number of the request's tokens before this step. continues_v: which columns exist and belong to a
+    request with earlier tokens; only these columns have a length. DECAYS: numbers in g, 1 or K.
     """
     num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
     update_ptr = drafts_ptr + head_row * SLOTS * (K + V + DECAYS)
@@ -98,8 +99,9 @@ def end_request(
 ) -> None:
     """Store a request's state, the state's length, and zeros as results of the `num_missing` drafts that do not exist.
 
-    length: the request's tokens in the step, its existing drafts included. With SLOTS and CHUNK 1 there may be drafts:
-    the caller has then stored the state, as of the last token that is not a draft.
+    length: the number of the request's tokens in the step, its existing drafts included. If SLOTS > 0 and CHUNK is 1,
+    there may be drafts, so the caller has already stored the state after the last token that is not a draft. Then the
+    state is not stored here.
     """
     zero_v = tl.zeros(v_v.shape, tl.int32)
     if (row >= 0) & (length > 0):

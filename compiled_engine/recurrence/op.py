@@ -37,7 +37,7 @@ def convolve(
 ) -> None:
     """Write activation(conv(x * factor) + bias) * gate to `out_TD`, where conv is a causal depthwise convolution.
 
-    factor, bias and gate may be None. Results are rounded to the dtype after each of factor, bias, activation and gate.
+    factor, bias and gate may be None. Each of factor, bias, activation and gate rounds its result to the dtype of x.
     weight_DW: W weights per channel; the last one applies to the token itself.
     state_SDN: for each of S rows, the last N inputs of the convolution, that of position p in slot p modulo N; updated
         in place. N is W - 1, and one more for each draft that a step may have for a request.
@@ -136,9 +136,9 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 def _define(name: str, function: Callable[..., None], arguments: str, states: str, out: str, like: int) -> Any:
     """Define the op `name`, which updates its states and writes to `out`, and its functional stand-in `name`_value.
 
-    The stand-in returns the result instead of writing it. arguments: the schema of the arguments that both have first.
-    states: the schema of the states that the op updates. like: index of the argument whose shape and dtype the result
-    has. Returns the op.
+    The stand-in returns the result instead of writing it. function: the op's implementation. arguments: the schema of
+    the arguments that come first in both. states: the schema of the states that the op updates. like: index of the
+    argument whose shape and dtype the result has. Returns the op.
     """
     names = [argument.split()[-1] for argument in states.split(", ")]
     schema = f"({arguments}, {states}, Tensor(z!) {out}, {_SEQUENCES}) -> ()"
@@ -206,7 +206,10 @@ def conv_state_or_value(
     state_SDN: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Run `convolve` without factor and gate, and return its result [T, D]. In a trace, call its stand-in instead."""
+    """Run `convolve` without factor and gate, and return its result [T, D].
+
+    In a trace, the op's functional stand-in is called instead.
+    """
     operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDN
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
@@ -226,7 +229,7 @@ def delta_rule_or_value(
     drafted: Drafted | None,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Run `apply_rule` and return its result [T, H, v]. In a trace, call its functional stand-in instead."""
+    """Run `apply_rule` and return its result [T, H, v]. In a trace, the op's functional stand-in is called instead."""
     states = (state_SHkv, None, None) if drafted is None else (state_SHkv, *drafted)
     operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, *states
     if torch.compiler.is_compiling():
@@ -250,7 +253,7 @@ def state_space_or_value(
     drafted: Drafted | None,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Run `scan` and return its result [T, H, v]. In a trace, call its functional stand-in instead."""
+    """Run `scan` and return its result [T, H, v]. In a trace, the op's functional stand-in is called instead."""
     states = (state_SHkv, None, None) if drafted is None else (state_SHkv, *drafted)
     operands = x_THv, dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H, least_dt, most_dt, *states
     if torch.compiler.is_compiling():

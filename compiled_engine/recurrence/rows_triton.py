@@ -1,4 +1,4 @@
-"""Finds the drafts of a request in a step, in Triton kernels. Sequences.joined does this with PyTorch's ops."""
+"""Triton function that finds the drafts of a request in a step. Sequences.joined does this with PyTorch's ops."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def request_of_row(
     num_rows: tl.tensor,
     MOST_DRAFTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (the state's row, the number of drafts that follow) for row `place` of a step.
+    """Return (index of the request's state, number of drafts) for the row with index `place` of a step; see Sequences.
 
-    The number is -1 for the row of a draft, which the program of its request's first row handles. A row whose draft
-    does not exist has an empty context, and becomes padding: its state's row is -1.
+    The drafts are those in the rows that follow. For the row of a draft, their number is -1: the program of the
+    request's first row handles it. A row whose draft does not exist has an empty context (sequence length 0), and
+    becomes padding: the index of its state is -1.
 
     rows_ptr, seq_lens_ptr: int32 [R], see Sequences. num_rows: R. MOST_DRAFTS: most drafts of a request in a step.
     """

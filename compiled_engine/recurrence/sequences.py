@@ -16,12 +16,13 @@ def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
 
 
 class Sequences(NamedTuple):
-    """The R rows of a step: its requests, whose tokens are packed one request after another.
+    """The R rows of a step. A row is a request with its tokens; the rows' tokens are packed one row after another.
 
-    A request's state is a row of a state tensor with S rows. A request without earlier tokens begins with a state of
-    zeros, whatever its row contains, so rows need not be cleared. The other fields: see AttentionInputs.
+    In a step with drafts, a request's row has its newest token, and is followed by a row for each draft, see `joined`.
 
-    In a step with drafts, the row of a request's newest token is followed by a row for each draft, see `joined`.
+    rows_R has the index of each request's state in a state tensor [S, ...]. A request without earlier tokens begins
+    with a state of zeros, whatever the tensor contains, so states need not be cleared. The other fields are those of
+    AttentionInputs.
     """
 
     rows_R: torch.Tensor  # see ROWS
@@ -35,7 +36,10 @@ class Sequences(NamedTuple):
         return self.rows_R, self.query_start_loc_R1, self.seq_lens_R
 
     def rows_of_each(self, num_tokens: int) -> int:
-        """Return how many consecutive rows each request has if all rows are decodes of one token; otherwise 1."""
+        """Return how many consecutive rows each request has, if all rows are decodes of one token; otherwise 1.
+
+        num_tokens: tokens of the step, padding included.
+        """
         num_rows = len(self.rows_R)
         num_decodes, query_len, _ = self.host_3.tolist()
         return query_len if num_tokens == num_rows == num_decodes else 1
@@ -56,10 +60,11 @@ class Sequences(NamedTuple):
         return self.seq_lens_R.long() - self.lens
 
     def joined(self) -> tuple[Sequences, torch.Tensor]:
-        """Return the sequences with one row for each request, and how many of its tokens are not drafts, int64 [R].
+        """Return (sequences with one row for each request, number of each request's tokens that are not drafts).
 
-        The rows of a request's drafts directly follow the row of its newest token, and are merged into that row. A row
-        whose draft does not exist has an empty context, and becomes padding.
+        The numbers are int64 [R]. The rows of a request's drafts directly follow the row of its newest token, and are
+        merged into that row. A row whose draft does not exist has an empty context (sequence length 0), and becomes
+        padding.
         """
         exists_R = (self.rows_R >= 0) & (self.seq_lens_R > 0)
         first_R = torch.ones_like(exists_R)
@@ -81,7 +86,10 @@ class Sequences(NamedTuple):
         return request_T, tokens_T - self.starts[request_T]
 
     def real(self, request_T: torch.Tensor) -> torch.Tensor:
-        """Return which tokens are real: neither padding nor of a padding request, bool [T]. request_T: see `places`."""
+        """Return which tokens are real, bool [T]: neither padding tokens nor tokens of a padding request.
+
+        request_T: the request of each token, see `places`.
+        """
         inside_T = torch.arange(len(request_T), device=request_T.device) < self.query_start_loc_R1[-1]
         return inside_T & (self.rows_R >= 0)[request_T]
 
@@ -95,7 +103,7 @@ class Sequences(NamedTuple):
         return torch.where(continues, state_S[self.rows_R.clamp(min=0).long()], 0)
 
     def store(self, state_S: torch.Tensor, new_R: torch.Tensor) -> None:
-        """Write each request's new state, new_R [R, ...], to its row of `state_S`, in place.
+        """Write each request's new state, new_R [R, ...], to its place in `state_S` [S, ...].
 
         Padding requests, and requests without tokens in the step, are skipped.
         """

@@ -44,7 +44,7 @@ def scan_reference(
 
 
 class _StateSpace:
-    """Implements Rule. The tokens' other value is D * x, [T, H, v]."""
+    """The scan of Mamba 2, as a Rule of matrix_states.py. `TokenValues.other` is D * x, [T, H, v]."""
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues

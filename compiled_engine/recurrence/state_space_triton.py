@@ -21,15 +21,18 @@ from compiled_engine.recurrence.sequences import Sequences
 
 # Tokens per chunk, elements of a head per program, and warps, so that registers suffice on a Hopper.
 CHUNK, CHUNK_TILE_V, CHUNK_WARPS = 32, 64, 8
-# Elements of a state's key from which on a chunk is half as long.
+# From this size of a key on, a chunk is half as long.
 LARGE_K = 256
-# The same of programs that process one token after another.
+# Elements of a head per program, and warps, of programs that process one token after another.
 TILE_V, WARPS = 32, 4
 
 
 @triton.jit
 def _step_sizes(dt: tl.tensor, LEAST: tl.constexpr, MOST: tl.constexpr) -> tl.tensor:
-    """Return softplus(dt), within the limits; fp32. MOST may be None. The logarithm is exact also next to 1."""
+    """Return softplus(dt), clamped to LEAST and MOST, in fp32. MOST None: no upper limit.
+
+    The logarithm is computed so that results for small exp(dt) keep their precision.
+    """
     grown = tl.exp(tl.minimum(dt, 20.0))
     rounded = 1.0 + grown
     exact = tl.where(rounded == 1.0, grown, tl.log(rounded) * (grown / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))

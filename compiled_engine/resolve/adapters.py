@@ -13,9 +13,10 @@ _NEEDING = ("max_loras", "max_lora_rank", "max_cpu_loras")
 def resolve_adapters(
     options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, *, reasons: dict[str, str]
 ) -> AdapterConfig | None:
-    """Return the configuration of adapters, or None if they are not enabled.
+    """Return the configuration of LoRA adapters, or None if the option enable_lora is not set.
 
-    Raises ValueError with the option, its value and what is allowed.
+    The reasons for values that were not given are added to `reasons`. Raises ValueError with the option, its value and
+    what is allowed.
     """
     if not options.enable_lora:
         require_defaults(options, "enable_lora is False", *_NEEDING)
@@ -32,7 +33,7 @@ def resolve_adapters(
 
 
 def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return the reason why this engine cannot have adapters, or None."""
+    """Return the reason why this engine cannot have adapters, or None if it can."""
     if model.experts.count:
         return "the model has experts, whose linears are no matrices of their own"
     if model.recurrences is not None:

@@ -15,7 +15,7 @@ from compiled_engine.schema import require_defaults
 
 
 def require_invariant(options: EngineOptions, model: ModelConfig, device: torch.device, *, compiled: bool) -> None:
-    """Raise ValueError if the options or the model rule out batch invariance."""
+    """Raise ValueError if the options or the model rule out batch invariance. compiled: False in eager mode."""
     if not compiled:
         raise ValueError(
             "batch_invariant is True, but the mode is eager, whose linears are the library's; allowed: another mode"
@@ -33,7 +33,7 @@ def require_invariant(options: EngineOptions, model: ModelConfig, device: torch.
 
 
 def require_invariant_steps(config: EngineConfig) -> None:
-    """Raise ValueError if the configuration has something in a step that rules out batch invariance."""
+    """Raise ValueError if the resolved engine reads images or accepts drafts at random: neither is batch-invariant."""
     if config.images is not None:
         raise ValueError(
             "batch_invariant is True, but the model reads images, whose tower uses the library's linears; "

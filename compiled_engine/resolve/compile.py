@@ -28,17 +28,17 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
-# Passes that `sequence_parallel` requires, its own first.
+# Passes that the option `sequence_parallel` requires; the first is the pass of that name.
 SEQUENCE_PARALLEL_PASSES = (SequenceParallel.name, *sorted({*SequenceParallel.requires} - {TensorParallel.name}))
 # Default end of the compile range for small batches, in tokens.
 DEFAULT_RANGE_END = 64
 MIN_CORES_FOR_WORKERS = 4
-# More have little to do: a range has three pieces, a cold start some 45 kernels.
+# More workers would have little to do: a compile range has three graph pieces, and a cold start some 45 kernels.
 MAX_WORKERS = 8
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled on this machine and what would change that; None if compiling is possible."""
+    """Return why nothing can be compiled on this machine, and how to change that; None if compiling is possible."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
     compiler = os.environ.get("CXX", "g++")
@@ -93,7 +93,7 @@ def resolve_compile(
 
 
 def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
-    """Return the names of the passes that run by default."""
+    """Return the names of the passes that run by default for this model and number of ranks."""
     return tuple(name for name in _with_work(model, num_ranks) if name != SequenceParallel.name)
 
 
@@ -104,7 +104,7 @@ def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
 
 
 def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield (names of passes, reason) for passes that have nothing to do."""
+    """Yield (names of passes, reason) for each reason why passes have nothing to do for this model."""
     if num_ranks == 1:
         yield passes_of_ranks(), "tensor_parallel_size is 1: there is nothing to sum"
     if model.quantisation is None:
@@ -112,7 +112,10 @@ def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], 
 
 
 def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:
-    """Raise ValueError if sequence parallelism is enabled and one of its passes is not."""
+    """Raise ValueError if one of the passes that sequence parallelism requires is disabled or not wanted.
+
+    wanted: names of the passes, with that of sequence parallelism as the last. disabled: the option disable_passes.
+    """
     for name in SEQUENCE_PARALLEL_PASSES:
         if name in disabled:
             raise ValueError(f"disable_passes has {name!r}, but sequence_parallel is True; allowed: others")

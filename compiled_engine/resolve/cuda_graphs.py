@@ -24,11 +24,12 @@ from compiled_engine.schema import require_defaults
 
 # Modes that are possible without compiled pieces.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
-# Modes with graphs that do not fix the number of requests.
+# Modes with graphs of parts of the forward, which do not fix the number of requests.
 _IN_PARTS = (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE, GraphMode.BREAKABLE)
 _RECURRENCES = "the model has recurrences, which only full graphs capture"
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
-# Largest mixed batch, in tokens, that is captured around attention. Beyond it, the device's work outlasts the launches.
+# Largest mixed batch, in tokens, that is captured in the pieces around attention. For larger batches the device's work
+# takes longer than the launches, so that graphs save nothing.
 MAX_TOKENS_AROUND_ATTENTION = 512
 
 
@@ -46,11 +47,11 @@ def resolve_graphs(
     reasons: dict[str, str],
     decodes: bool = True,
 ) -> GraphConfig:
-    """Return the configuration of graphs, and add the reasons for chosen values to `reasons`.
+    """Return the configuration of CUDA graphs, and add the reasons for chosen values to `reasons`.
 
-    compiled, graphed: whether the resolved `mode` compiles, and uses graphs. short_contexts: the result of
-    `reached_short_contexts`. recording_obstacle: the result of the function of that name. decodes: False for an
-    encoder, which has no decodes.
+    compiled: whether the resolved option `mode` compiles. graphed: whether it is "graphed". short_contexts: the result
+    of the function `reached_short_contexts`. recording_obstacle: the result of the function of that name. decodes:
+    False for an encoder, which has no decodes.
 
     Raises ValueError or TypeError, which names the field.
     """
@@ -76,29 +77,29 @@ def resolve_graphs(
 def graphs_of_draft_model(
     sizes: tuple[int, ...], compiled: CompileConfig, attention: AttentionChoice, scheduler: SchedulerConfig
 ) -> GraphConfig:
-    """Return the configuration of graphs for a draft model's forwards over these numbers of requests.
+    """Return the configuration of CUDA graphs for a draft model's forwards.
 
-    It includes graphs for short contexts. In a step, the first forward has two tokens per request; the following
-    forwards are decodes.
+    sizes: the numbers of requests with a graph each. There are also graphs for short contexts. In a step, the first
+    forward has two tokens per request; the following forwards are decodes.
     """
     short = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short, short_verified=short)
 
 
 def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
-    """Return the configuration of graphs for a draft head's forwards, with only a few of these sizes.
+    """Return the configuration of CUDA graphs for a draft head's forwards, with only a few of `sizes`.
 
-    A head is one layer and logits. Padding costs little as long as reading the weights takes longer than multiplying by
-    them, and kernels for short contexts would save little.
+    sizes: numbers of requests. A head is one layer and logits. Padding costs little as long as reading the weights
+    takes longer than multiplying by them, and kernels for short contexts would save little.
     """
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, few_sizes(sizes))
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
-    """Return a function: number of requests -> the most tokens of each short context with a graph of its own.
+    """Return a function: number of requests -> limits of short contexts, in tokens, that have a graph each.
 
-    It is the backend's Support.short_contexts if the pass that uses kernels for short contexts is enabled; otherwise it
-    returns ().
+    The function is the backend's Support.short_contexts if the pass that uses kernels for short contexts is enabled.
+    Otherwise it is one that returns ().
     """
     return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
 
@@ -241,7 +242,10 @@ def default_token_sizes(limit: int) -> tuple[int, ...]:
 def _sizes(
     options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str], decodes: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (decode_sizes, token_sizes) of GraphConfig, from the options or by the default rules."""
+    """Return (decode_sizes, token_sizes) of GraphConfig, from the options or by the default rules.
+
+    decodes: False for an encoder. Raises ValueError for sizes that are too large, or that the mode does not use.
+    """
     captures_decodes = mode.captures_decodes and decodes
     # Decodes without graphs of their own use those of mixed batches.
     most_decodes = 0 if captures_decodes or not decodes else scheduler.max_num_seqs

@@ -72,8 +72,8 @@ DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
     """Return the configuration for these options. Downloads missing files of checkpoints from the hub.
 
-    These include the weights of a merged adapter and of a draft head, which are read now, but not those of models.
-    Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
+    The downloads include the weights of a merged adapter and of a draft head, which are read now, but not the weights
+    of models. Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
     resolve_logits_processors(options.logits_processors)  # checked only: objects are not part of the configuration
@@ -195,9 +195,10 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
 def _with_adapter(
     options: EngineOptions, given: str | Path, model: ModelConfig, reasons: dict[str, str], progress: Progress
 ) -> ModelConfig:
-    """Return the configuration of the model with the adapter `given`, the option merge_adapter.
+    """Return the configuration of the model with a merged adapter. given: the option merge_adapter.
 
-    The adapter is read now, so that errors are raised early. Tied embeddings are untied if the adapter requires it.
+    The adapter is read now, so that errors are raised early. Tied embeddings are untied if the adapter changes only one
+    of embedding and output projection. Raises ValueError if that is impossible, or if load_format is "dummy".
     """
     if options.load_format == "dummy":
         raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
@@ -235,7 +236,10 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:
-    """Return whether prefixes are cached: the option must request it, and the model must allow it."""
+    """Return whether prefixes are cached: the option must request it, and the model must allow it.
+
+    If only the model does not allow it, the reason is added to `reasons`.
+    """
     if not options.enable_prefix_caching:
         return False
     if model.recurrences is not None and not num_snapshots:
@@ -258,9 +262,9 @@ def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
 
 
 def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for any other value.
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". For "auto", the reason is added to `reasons`.
 
-    Also raises ValueError for a GPU that this machine does not have.
+    Raises ValueError for any other value, and for a GPU that this machine does not have.
     """
     if asked == "auto":
         if torch.cuda.is_available():
@@ -283,7 +287,10 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
 
 
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
-    """Return (whether to compile, whether to use graphs) for the option `mode`."""
+    """Return (whether to compile, whether to use graphs) for the option `mode`.
+
+    Raises ValueError if the mode needs a compiler and nothing can be compiled on this machine.
+    """
     mode = options.mode
     obstacle = compiler_obstacle(device)
     if mode == "auto" and obstacle is not None:
@@ -306,7 +313,10 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
 def _scheduler(
     options: EngineOptions, model: ModelConfig, device: torch.device, request_bytes: int, reasons: dict[str, str]
 ) -> SchedulerConfig:
-    """Return the scheduler's configuration. request_bytes: size of a request's recurrent states on a rank."""
+    """Return the scheduler's configuration. request_bytes: size of a request's recurrent states on a rank.
+
+    Raises ValueError if max_num_batched_tokens is below max_num_seqs.
+    """
     default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:

@@ -50,7 +50,10 @@ def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progre
 
 
 def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> Path | None:
-    """Return the tokenizer's folder; None if the tokenizer is the model's. Raises as `resolve_model_folder` does."""
+    """Return the tokenizer's folder, or None if the tokenizer is in the model's folder.
+
+    Raises ValueError if a revision is given for a local folder. Also raises the errors of `find_tokenizer_files`.
+    """
     named = options.tokenizer
     if named is None and options.tokenizer_revision is not None:  # another revision of the model's own
         named = options.model.partition("@")[0] if isinstance(options.model, str) else options.model
@@ -84,7 +87,10 @@ def local_adapter_folder(named: str | Path) -> Path | None:
 
 
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
-    """Return the folder in which compiled artifacts are kept; None if they are not kept."""
+    """Return the folder in which compiled artifacts are kept; None if the option compile_cache is False.
+
+    Raises ValueError if cache_dir is given although compile_cache is False.
+    """
     if not options.compile_cache:
         require_defaults(options, "compile_cache is False: nothing would be kept", "cache_dir")
         return None
@@ -98,9 +104,10 @@ def _repository(
     revision: str | None,
     download_dir: str | Path | None,
 ) -> Repository | None:
-    """Return the hub repository for org/name or org/name@revision. A local folder of that name takes precedence.
+    """Return the hub repository for `named`, org/name or org/name@revision; None for a local folder and for None.
 
-    Returns None for a local folder, and if `named` is None. field, revision_field: the options, for errors.
+    A local folder with this name takes precedence. field, revision_field: the options, for errors. Raises ValueError if
+    a revision is given for a local folder, or twice.
     """
     match = _HUB_NAME.fullmatch(named) if isinstance(named, str) else None
     is_there = named is not None and Path(named).exists()

@@ -18,17 +18,19 @@ from compiled_engine.schema import require_defaults
 
 GIB = 1 << 30
 NAMES = ("kv_offloading_size", "kv_offloading_folder", "kv_offloading_folder_size")
-# Below the user's folder. The number changes with the format of files, or what they mean.
+# Subfolder of the user's folder. The number changes when the files' format or meaning changes.
 SUBFOLDER = "compiled_engine_blocks_1"
-# Fields of a model that say where it comes from, whose files are part of the digest instead, and limits.
+# Fields of a model that are not part of the digest: where it comes from (its files are part of the digest), and limits.
 _OF_ORIGIN = ("model.path", "model.hub_name", "model.revision", "model.merged_adapter")
 _OF_LIMITS = ("model.max_model_len", "model.recurrences.num_rows", "model.recurrences.num_snapshots")
 
 
 def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheConfig:
-    """Return the configuration of the cache with the blocks that fit into kv_offloading_size and the folder.
+    """Return the cache's configuration with the numbers of blocks that fit into host memory and into files.
 
-    The reason is added to config. Raises ValueError with the option, its value and what is allowed.
+    The options kv_offloading_size and kv_offloading_folder_size limit them. Without kv_offloading_size, config.cache is
+    returned unchanged. Adds reasons to `config.reasons`. Raises ValueError with the option, its value and what is
+    allowed.
     """
     size = options.kv_offloading_size
     if not size:
@@ -74,9 +76,10 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
 
 
 def _divided(num_bytes: int, of_block: int, of_state: int) -> tuple[int, int]:
-    """Return how many KV cache blocks and snapshots of recurrent states fit into `num_bytes`, given the bytes of each.
+    """Return (number of KV cache blocks, number of snapshots of recurrent states) that fit into `num_bytes`.
 
-    Snapshots get half of the bytes, but there is no more than one for each block.
+    of_block, of_state: the bytes of one block and of one snapshot; of_state 0: there are no snapshots. Snapshots get
+    half of the bytes, but there are never more snapshots than blocks.
     """
     if not of_state:
         return num_bytes // of_block, 0
@@ -87,8 +90,8 @@ def _divided(num_bytes: int, of_block: int, of_state: int) -> tuple[int, int]:
 def digest_of_model(config: EngineConfig) -> str:
     """Return a digest of everything that the keys and values of a block depend on, except the tokens of its prefix.
 
-    Names, sizes and times of the checkpoint's files stand for its weights. A link counts as the file that it leads to,
-    so that a checkpoint of the hub has the digest of its contents.
+    Names, sizes and modification times of the checkpoint's files stand for its weights. Links are resolved: for files
+    in the hub's cache, the name is then the hash of the contents.
     """
     fields = flat_fields(replace(config, kv_events=None))
     cache, parallel = config.cache, config.parallel

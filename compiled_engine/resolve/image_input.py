@@ -28,9 +28,10 @@ _NEEDING = ("mm_processor_kwargs", "max_image_pixels", "image_workers", "allowed
 def resolve_image_input(
     options: EngineOptions, model: ModelConfig, vision: VisionDescription | None, reasons: dict[str, str]
 ) -> ImageInput | None:
-    """Return how images are read; None, with a reason, if prompts may have none. vision: the tower that runs, if any.
+    """Return how images are read, or None if prompts may have none; the reason is then added to `reasons`.
 
-    Raises TypeError or ValueError with the option, its value and what is allowed.
+    vision: the vision tower that runs; None if none does. Raises TypeError or ValueError with the option, its value and
+    what is allowed.
     """
     folder = None if options.allowed_local_media_path is None else Path(options.allowed_local_media_path)
     if folder is not None and not folder.is_dir():
@@ -63,12 +64,18 @@ def resolve_image_input(
 
 
 def processor_settings(options: EngineOptions) -> Mapping[str, Any]:
-    """Return the arguments of the checkpoint's processor. Raises TypeError or ValueError."""
+    """Return the user's arguments for the checkpoint's image processor, the option mm_processor_kwargs, as a dict.
+
+    Raises TypeError or ValueError if the option is malformed.
+    """
     return _read("mm_processor_kwargs", options.mm_processor_kwargs)
 
 
 def _read(name: str, given: Any) -> Mapping[str, Any]:
-    """Return an option as a dict. It may be given as a dict, as JSON, or as name=value,name=value."""
+    """Return the option `name` as a dict. given: its value, a dict, JSON, or name=value,name=value.
+
+    Raises TypeError or ValueError for anything else.
+    """
     if isinstance(given, str) and re.fullmatch(r"\w+=[^,=]+(,\w+=[^,=]+)*", given):
         given = (
             "{" + ",".join(f'"{name}":{value}' for name, value in (each.split("=") for each in given.split(","))) + "}"
@@ -77,7 +84,11 @@ def _read(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _max_images(given: Any) -> int:
-    """Return the most images per prompt. vLLM's form {"image": {"count": n}} is accepted; other media are ignored."""
+    """Return the most images per prompt. given: the option limit_mm_per_prompt.
+
+    vLLM's form {"image": {"count": n}} is accepted too. Limits of video and audio are ignored. Raises TypeError or
+    ValueError for anything else.
+    """
     limits = _read("limit_mm_per_prompt", given)
     for kind in limits:
         if kind not in MEDIA:
@@ -101,6 +112,9 @@ def _why_none(options: EngineOptions, model: ModelConfig, max_images: int, reaso
 
 
 def _placeholder(folder: Path, vision: VisionDescription) -> int:
-    """Return the token that stands for an image in prompts. In Gemma 3 it differs from the token of its embeddings."""
+    """Return the token id that stands for an image in prompts. folder: the checkpoint's.
+
+    In Gemma 3 it differs from the token that is repeated for the image's embeddings.
+    """
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return int(stated.get("boi_token_index", vision.image_token_id))

@@ -21,7 +21,7 @@ from compiled_engine.vision import VisionDescription
 
 # Most pixels of an image where neither the checkpoint nor the user states any.
 MOST_PIXELS = 16_384 * 28 * 28
-# Most tiles of an image by family, where neither does: the defaults of transformers' processors.
+# Most tiles of an image by family, where neither states them: the defaults of transformers' processors.
 MOST_TILES = {"internvl": 13, "idefics3": 17}
 # Most embeddings of an image of Gemma 4 where neither states any: the default of transformers' processor.
 SOFT_TOKENS = 280
@@ -40,13 +40,13 @@ def resolve_images(
     settings: Mapping[str, Any],
     reasons: dict[str, str],
 ) -> ImagesConfig | None:
-    """Return the tower and the limits; None, with a reason, for an engine that reads no images.
+    """Return the vision tower and the limits of image embeddings, or None for an engine that reads no images.
 
-    settings: arguments of the checkpoint's processor, from the user. Raises ValueError with the option, its value and
-    what is allowed.
+    For a multimodal checkpoint, the reason for None is added to `reasons`. settings: the user's arguments for the
+    checkpoint's image processor. Raises ValueError with the option, its value and what is allowed.
     """
     if model.wrapper is None:
-        if model.speech is None:  # whose encoder has these limits too
+        if model.speech is None:  # the encoder of a speech model has these limits too
             require_defaults(options, "the model takes only text", *_NEEDING)
         return None
     obstacle, vision, config = _obstacle(options, model, parallel), None, ""
@@ -78,7 +78,7 @@ def resolve_images(
 
 
 def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return the reason why only the text model runs, even with a supported tower; None if there is none."""
+    """Return the reason why only the text model runs, even if the vision tower is supported; None if there is none."""
     if options.language_model_only:
         return "language_model_only is True"
     if model.pooling is not None:
@@ -91,7 +91,7 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
 
 
 def _quantised_module(model: ModelConfig) -> str | None:
-    """Return the first module outside the text model that is quantised in the checkpoint; None if there is none."""
+    """Return the name of the first quantised module outside the text model; None if the checkpoint has none."""
     if model.quantisation is None:
         return None
     others = (name for name in tensor_names(model.path) if text_name(name) is None)
@@ -103,7 +103,7 @@ def _obstacle_of_whole_images(
 ) -> str | None:
     """Return why this engine cannot let the tokens of an image attend to each other; None if it can.
 
-    length: most tokens that see each other.
+    length: the most tokens of an image that attend to each other.
     """
     why = "the tokens of an image see each other"
     limits = {
@@ -123,7 +123,8 @@ def _obstacle_of_whole_images(
 def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[str, Any]) -> int:
     """Return the most embeddings that an image can have after the processor has resized or divided it.
 
-    settings: the user's arguments of the processor; the checkpoint has the others.
+    folder: the checkpoint's, which has the image processor's settings. settings: the user's arguments for the
+    processor, which take precedence.
     """
     values = {**(image_processor_settings(folder) or {}), **settings}
     if vision.stated_positions:

@@ -38,9 +38,10 @@ KEYS = {
 
 
 def resolve_kv_events(options: EngineOptions, caches_prefixes: bool, reasons: dict[str, str]) -> KVEventsConfig | None:
-    """Return how events of the prefix cache are published; None, with a reason, if they are not.
+    """Return how events of the prefix cache are published; None if they are not.
 
-    Raises TypeError or ValueError with the key, its value and what is allowed.
+    If the option is given but no events are published, the reason is added to `reasons` and logged as a warning. Raises
+    TypeError or ValueError with the key, its value and what is allowed, and ValueError if pyzmq is not installed.
     """
     given = {name: value for name, value in read_mapping(NAME, options.kv_events_config).items() if value is not None}
     for name, value in given.items():

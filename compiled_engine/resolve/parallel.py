@@ -64,7 +64,10 @@ DIVISIBLE_FOREIGN = (
 def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> ParallelConfig:
-    """Return the parallel configuration. Raises ValueError with the field, its value and what is allowed."""
+    """Return the parallel configuration, and add the reasons for chosen values to `reasons`.
+
+    Raises ValueError with the field, its value and what is allowed.
+    """
     size, stages, executor = options.tensor_parallel_size, options.pipeline_parallel_size, options.distributed_executor
     sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
     ranks = size * stages
@@ -96,7 +99,7 @@ def resolve_parallel(
 
 
 def _stage_layers(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage, () for a single stage.
+    """Return the number of layers of each pipeline stage, () for a single stage. Adds the division to `reasons`.
 
     Raises ValueError for a model that cannot be divided into stages.
     """
@@ -173,7 +176,7 @@ def _check_processors(options: EngineOptions) -> None:
 def _check_devices(
     options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
 ) -> None:
-    """Raise ValueError if there are too few GPUs, if the option `device` names a single one, or if PyTorch lacks NCCL.
+    """Raise ValueError if there are too few GPUs, if the option `device` names a single GPU, or if PyTorch lacks NCCL.
 
     sizes: option -> size; the product of the sizes is the number of devices of a replica.
     """

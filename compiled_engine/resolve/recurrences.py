@@ -22,7 +22,10 @@ LEAST_SNAPSHOTS = 3
 
 
 def resolve_states(model: ModelConfig, num_drafts: int) -> ModelConfig:
-    """Return the model; if it has recurrences, with states for up to `num_drafts` drafts of a request in a step."""
+    """Return the model with recurrent states that allow up to `num_drafts` drafts of a request in a step.
+
+    A model without recurrences is returned unchanged.
+    """
     if (recurrences := model.recurrences) is None:
         return model
     states = with_drafts(recurrences.states, num_drafts)
@@ -35,19 +38,25 @@ def state_bytes(model: ModelConfig, num_ranks: int) -> int:
 
 
 def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
-    """Return the bytes of a snapshot on each rank; 0 without recurrences."""
+    """Return the bytes of a snapshot of recurrent states on each rank; 0 without recurrences."""
     return 0 if model.recurrences is None else model.recurrences.snapshot_bytes // num_ranks
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
-    """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences."""
+    """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences.
+
+    request_bytes: bytes of a request's recurrent states on a rank; 0 without recurrences.
+    """
     return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
 
 
 def resolve_rows(
     recurrences: Recurrences, request_bytes: int, num_rows: int, num_snapshots: int, reasons: dict[str, str]
 ) -> Recurrences:
-    """Return the recurrences with rows for `num_rows` requests and for the snapshots. Adds a reason with their size."""
+    """Return the recurrences with `num_rows` and `num_snapshots` set. Adds the memory of the rows to `reasons`.
+
+    num_rows: the number of requests whose states are kept at a time. request_bytes: bytes of a request's states.
+    """
     told = f"{request_bytes / MIB:.2f} MiB of states each: {num_rows * request_bytes / GIB:.2f} GiB"
     if recurrences.num_drafts:
         without = sum(state.row_bytes for state in without_drafts(recurrences.states, recurrences.num_drafts))
@@ -59,9 +68,10 @@ def resolve_rows(
 def resolve_snapshots(
     options: EngineOptions, num_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
 ) -> int:
-    """Return the number of snapshots, each of `num_bytes`; 0 without recurrences or without prefix caching.
+    """Return the number of snapshots of recurrent states; 0 without recurrences or without prefix caching.
 
-    Raises ValueError if num_state_snapshots requests snapshots that would not be used.
+    num_bytes: size of a snapshot on a rank; 0 without recurrences. Raises ValueError if the option num_state_snapshots
+    requests snapshots that would not be used.
     """
     given = options.num_state_snapshots
     if not num_bytes or not options.enable_prefix_caching:

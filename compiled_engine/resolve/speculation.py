@@ -119,15 +119,15 @@ def num_drafts_asked(options: EngineOptions) -> int:
 
 
 def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
-    """Return the configuration of speculation.
+    """Return the configuration of speculation; the default one, without drafts, if speculative_config is not given.
 
-    config: resolved except for speculation; the reasons for chosen values are added to config.reasons. Raises
-    TypeError, ValueError or OSError with the key, its value and what is allowed.
+    config: the engine's configuration, resolved except for speculation; the reasons for chosen values are added to
+    config.reasons. Raises TypeError, ValueError or OSError with the key, its value and what is allowed.
     """
     given = read_speculation(options.speculative_config, options.model)
     if not given:
         return SpeculationConfig()
-    for name in sorted(given, key=lambda name: name != "method"):  # other methods have other keys
+    for name in sorted(given, key=lambda name: name != "method"):  # "method" is checked first
         if name in KEYS_OF_DRAFTS:
             refuse(f"speculative_config[{name!r}]", given[name], KEYS_OF_DRAFTS[name])
         if name not in KEYS:
@@ -198,9 +198,11 @@ def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[flo
 def resolve_draft(
     options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
 ) -> tuple[DraftConfig, tuple[int, ...]]:
-    """Return the configuration of the draft model or head, and the layers of the engine's model whose inputs it reads.
+    """Return (configuration of the draft model or head, indices of the layers of the engine's model that it reads).
 
-    There are no layers for a draft model and for an MTP layer. Raises as `resolve_speculation` does.
+    An EAGLE-3 head reads the inputs of these layers. For a draft model and for an MTP layer there are none. given: the
+    result of `read_speculation`. Adds the reasons for chosen values to config.reasons. Raises the errors of
+    `resolve_speculation`.
     """
     reasons: dict[str, str] = {}
     try:
@@ -231,7 +233,7 @@ def _head(
     reasons: dict[str, str],
     progress: Progress,
 ) -> tuple[ModelConfig, tuple[int, ...]]:
-    """Return a draft head's configuration, and the layers of the engine's model whose inputs it reads.
+    """Return (configuration of an EAGLE-3 head, indices of the layers of the engine's model whose inputs it reads).
 
     Downloads the head's weights if it is from the hub, unless load_format is "dummy". Raises ValueError if the head
     does not fit the engine's model.
@@ -268,9 +270,9 @@ def _graphs(
 ) -> GraphConfig:
     """Return the configuration of graphs for a draft model or head.
 
-    On a GPU its forwards are captured in CUDA graphs if the engine's are. On a CPU its calls of C++ kernels are
-    recorded if those of the engine's decodes are. The mode is NONE, with a reason, if its attention backend or its
-    layers do not allow this.
+    On a GPU, the draft's forwards are captured in CUDA graphs if the engine's are. On a CPU, the draft's calls of C++
+    kernels are recorded if those of the engine's decodes are. If the draft's attention backend or layers do not allow
+    this, the mode is NONE, and the reason is added to `reasons`.
     """
     mode, graph, device = config.graph.mode, config.graph, config.device
     if mode is GraphMode.RECORDED:
@@ -332,8 +334,9 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[str, Any]:
-    """Return the given keys and values, without values None and without vLLM's keys whose value has no effect.
+    """Return the keys and values of the option speculative_config, given as `value`; empty if it is not given.
 
+    Keys with the value None are left out, and so are vLLM's keys whose value has no effect. model: the option `model`.
     vLLM's older names of the method mtp become `mtp`. With this method, the key `model` may repeat the option `model`,
     and has no effect.
     """
@@ -351,7 +354,7 @@ def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:
-    """Return the largest and the smallest n-gram length. If only one is given, the other is equal to it, as in vLLM."""
+    """Return (largest, smallest) length of n-grams. If only one is given, the other is equal to it, as in vLLM."""
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     for name, value, other in (("lookup_max", longest, shortest), ("lookup_min", shortest, longest)):
         if value is None:
@@ -360,10 +363,11 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 
 
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
-    """Return SpeculationConfig.acceptance_rates; () unless acceptance is synthetic.
+    """Return SpeculationConfig.acceptance_rates, a rate for each of `num_tokens` drafts; () if drafts are verified.
 
-    If a mean number of tokens per step is given instead of rates, it is reached with the least variance: a step has as
-    many tokens as the integer part, and one more with the probability of the fractional part.
+    Either rates are given, or the mean number of tokens per step. The mean is reached with the least variance: a step
+    has as many tokens as its integer part, and one more with the probability of its fractional part. Raises TypeError
+    or ValueError for invalid values, and if both or neither are given.
     """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:

@@ -16,8 +16,8 @@ from compiled_engine.resolve.speculation import read_speculation
 from compiled_engine.schema import require_defaults
 from compiled_engine.speech import MelSettings, SpeechConfig, SpeechDescription
 
-# Clips on the device unless the user states a number: at most this number, or on a GPU as many as these bytes hold, if
-# they are more.
+# Default limit of the clips that the device keeps: this number, or on a GPU as many as these bytes hold, if that is
+# more.
 DEFAULT_SLOTS, SLOT_BYTES = 32, 2 * GIB
 # Options that a speech model rules out.
 _REFUSED = {
@@ -36,9 +36,10 @@ def resolve_speech(
     device: torch.device,
     reasons: dict[str, str],
 ) -> SpeechConfig | None:
-    """Return the limits of clips; None for a model without an encoder of speech.
+    """Return how audio clips are read, encoded and kept; None for a model without an encoder of speech.
 
-    Raises ValueError with the option, its value and what is allowed.
+    The reasons for chosen values are added to `reasons`. Raises ValueError with the option, its value and what is
+    allowed.
     """
     speech = model.speech
     if speech is None:
@@ -78,7 +79,7 @@ def resolve_speech(
 
 
 def most_slots(model: ModelConfig, speech: SpeechDescription, device: torch.device) -> int:
-    """Return the most slots of clips that an engine has by default."""
+    """Return the default limit of slots, each of which holds the encoded keys and values of a clip on the device."""
     if device.type != "cuda":
         return DEFAULT_SLOTS
     slot_bytes = 2 * model.num_layers * speech.length * model.num_kv_heads * model.head_dim * model.dtype.itemsize
@@ -92,9 +93,9 @@ def _mel(
     device: torch.device,
     reasons: dict[str, str],
 ) -> MelSettings | None:
-    """Return the settings of features that the device computes; None if workers compute them.
+    """Return the settings with which the device computes mel features; None if worker processes compute them.
 
-    Raises ValueError if the device is asked for and cannot compute them.
+    Raises ValueError if the option audio_features is "device" and the device cannot compute them.
     """
     asked = options.audio_features
     if asked == "workers":

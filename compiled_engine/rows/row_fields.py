@@ -19,7 +19,7 @@ FIRST_CAPACITY = 128  # entries of a list
 
 @dataclass(frozen=True)
 class RowField:
-    """Declares a field. A row of it holds a single value, or an array of `shape`."""
+    """The declaration of a field. Each row of the field holds a single value, or an array of `shape`."""
 
     name: str
     dtype: torch.dtype = torch.int32
@@ -33,7 +33,7 @@ class RowField:
 
 
 class RowFields:
-    """The fields by name. The caller assigns rows to requests.
+    """All row fields, by name. The caller assigns rows to requests.
 
     A row belongs to one request from the caller's `start` until its `free`.
     """
@@ -120,7 +120,7 @@ class RowFields:
 
 
 class _RowList:
-    """The lists of all rows, one after another in one tensor, which grows when they do not fit."""
+    """The lists of all rows, one after another in one tensor. The tensor grows when the lists do not fit."""
 
     def __init__(self, field: StagedField, starts: StagedField, counts: StagedField, width: int):
         self._field, self._starts, self._counts, self._width = field, starts, counts, width

@@ -37,9 +37,9 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def download(values: torch.Tensor) -> torch.Tensor:
-    """Start to copy values to a new tensor in pinned host memory. A tensor on a CPU is returned itself.
+    """Start to copy `values` to a new tensor in pinned host memory, and return that tensor without waiting.
 
-    The copy is valid once the current stream has reached this point.
+    The new tensor has the values once the current stream has executed the copy. A tensor on a CPU is returned itself.
     """
     if values.device.type != "cuda":
         return values
@@ -48,9 +48,10 @@ def download(values: torch.Tensor) -> torch.Tensor:
 
 
 class StagedWrites:
-    """Collects writes to fields on the host; `apply` performs them on the device.
+    """Collects the host's writes to fields; `apply` performs the writes on the device.
 
-    triton: whether a Triton kernel performs them; None: on CUDA only. Without it, the fields must be on the CPU.
+    triton: whether a Triton kernel performs the writes; None: on CUDA only. Without the kernel, the fields must be on
+    the CPU.
     """
 
     def __init__(self, device: torch.device, triton: bool | None = None):
@@ -146,7 +147,7 @@ class StagedWrites:
             field.part(row, offset, len(array)).numpy()[:] = array
 
     def _launch(self, writes: _Writes) -> None:
-        """Launch the kernel, several times if the writes do not fit into one pinned buffer."""
+        """Perform `writes` with the kernel, in several launches if the writes do not fit into one pinned buffer."""
         from compiled_engine.rows.staged_writes_kernel import launch  # Triton is not installed everywhere
 
         addresses, counts, words = writes.arrays()
@@ -187,7 +188,7 @@ class _Writes:
         self._words: list[np.ndarray] = []
 
     def add_numbers(self, field: StagedField, values: dict[int, float]) -> None:
-        """Add single values of a field. values: by row. Raises ValueError unless its dtype has 4 or 8 bytes."""
+        """Add single values of a field. values: by row. Raises ValueError unless the field's dtype has 4 or 8 bytes."""
         dtype = field.numpy_dtype
         if dtype.itemsize % WORD:
             raise ValueError(f"dtype of a field of single values must have 4 or 8 bytes, got {dtype}")

@@ -1,4 +1,4 @@
-"""Triton kernel that performs staged writes: copies the values of each to its address on the device."""
+"""Triton kernel that performs staged writes: it copies each write's values to the write's address on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexp
 
 
 def launch(headers: torch.Tensor, words: torch.Tensor, num_writes: int) -> None:
-    """Launch the kernel for the first `num_writes` of `headers`.
+    """Launch the kernel, which performs the first `num_writes` writes of `headers`.
 
     headers: int64 [writes, 3]; words: int32; both on the device or in pinned host memory. See `apply_kernel`.
     """

@@ -1,4 +1,4 @@
-"""Edits of logits before sampling: the edits' row state, and their CPU implementation.
+"""Edits of logits before sampling: the row fields that hold a request's edits, and the edits' CPU implementation.
 
 In order of application:
 
@@ -68,7 +68,7 @@ class RowEdits(NamedTuple):
 
 
 class EditedRows:
-    """Writes what edits of logits need into the row fields, the requests' state on the device.
+    """Writes the edits of each request's logits to the row fields, the requests' state on the device.
 
     Large fields are declared when the first request needs them: `counts`; `tail`, the last generated tokens, padded
     with -1; `allowed_words`, masks with one bit per row and token.
@@ -141,24 +141,24 @@ class EditedRows:
         self._rows.write("allowed_words", row, mask_of(self._vocabulary.own(token_ids), size))
 
     def allowed(self, row_index_R: torch.Tensor) -> StepMasks:
-        """Return the masks of allowed tokens of these rows, at least one of which has a mask.
+        """Return the masks of allowed tokens for R rows, at least one of which has a mask.
 
-        row_index_R: int32 [R], on the device, no padding.
+        row_index_R: int32 [R], the indices of the rows in the fields, on the device, no padding.
         """
         return StepMasks(self._rows["allowed_words"], self._rows["allowed_mask"].index_select(0, row_index_R))
 
 
 class RowAdditions(NamedTuple):
-    """The values that a request adds to logits of tokens, each under a condition, as rows of integers."""
+    """The values that a request adds to its logits, each for one token and under a condition, as rows of integers."""
 
     additions_NC: np.ndarray  # int32 [n, NUM_COLUMNS]; a comment at NUM_COLUMNS describes the columns
     prefixes_P: np.ndarray  # int32 [p, 1], the tokens of bad words before the last one
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions to the logits of a rank's tokens, with token ids relative to the first of these.
+        """Return only the additions to the logits of this rank's slice of the vocabulary.
 
-        Prefixes are unchanged.
+        Their token ids become columns of the slice: relative to its first token. The tokens of prefixes keep their ids.
         """
         if not vocabulary.is_divided:
             return self
@@ -175,7 +175,10 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """Return the values that logit_bias, bad_words and min_tokens add to a request's logits."""
+    """Return the values that logit_bias, bad_words and min_tokens add to a request's logits; NO_ADDITIONS for none.
+
+    min_tokens forbids eos_token_ids and the request's stop_token_ids, as far as they are below vocab_size.
+    """
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -200,8 +203,8 @@ def _bits(value: float) -> int:
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
     """Apply each row's additions to its logits, in place.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the states, no padding. positions_R: int64 [R], positions
-    of the tokens to be sampled.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], each request's row in `rows`, no padding. positions_R: int64 [R],
+    positions of the tokens to be sampled.
     """
     logits, positions, tail_NL = logits_RV.numpy(), positions_R.numpy(), rows.if_declared("tail")
     all_entries, all_prefixes = rows["additions"].numpy(), rows["prefixes"].numpy()[:, 0]
@@ -263,7 +266,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
     """Apply each row's penalties to its logits, in place. Only logits of tokens that occur in the request change.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the states, no padding.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], each request's row in `rows`, no padding.
     """
     values_NP = np.stack([rows[name].numpy() for name in PENALTIES], axis=1)
     for logits_V, row in zip(logits_RV.numpy(), row_index_R.tolist(), strict=True):
@@ -280,10 +283,11 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 
 
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
-    """Add each row's sampled token (int64 [S]) to the row's counts of tokens and its last tokens, if declared.
+    """Add each request's sampled token to its row of the fields `counts` and `tail`, as far as these are declared.
 
-    row_index_S: int32 [S], rows of the states; -1 is padding, and a row with counts or a tail must not repeat. Error
-    codes in place of a token are skipped. first_token: the id of the counts' first column.
+    token_ids_S: int64 [S]; negative values are error codes, which are skipped. row_index_S: int32 [S], each request's
+    row in `rows`, -1 for padding; a row that uses counts or a tail must not occur twice. first_token: the token id of
+    the first column of `counts`.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")
     taken_S = (row_index_S >= 0) & (token_ids_S >= 0)

@@ -1,6 +1,7 @@
 """Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py.
 
-Dimensions: N rows of the states, whose fields the kernels read; R or S rows of logits.
+Dimensions: N rows of the row fields, which hold the state of all requests; R or S rows of logits, one for each request
+of the step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def add_kernel(
 ) -> None:
     """Apply a row's additions whose condition holds to its logits; one program per row of logits.
 
-    logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the row of the states; positions_ptr: int64 [R].
+    logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the request's row in the row fields; positions_ptr: int64 [R].
     additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS. A row has additions_count additions, which begin at
         additions_start. prefixes_ptr: int32; a row's prefixes begin at prefixes_start. Counts and starts: [N].
     tail_ptr: int32 [N, tail_length], the last generated tokens, or None: no row has bad words.
@@ -112,8 +113,8 @@ def penalise_kernel(
 ) -> None:
     """Apply a row's penalties to its logits; one program per row of logits and token block.
 
-    logits_ptr: float32 [R, VOCAB_SIZE]; row_index_ptr: int32 [R], the row of the states; counts_ptr: int16 [N,
-    VOCAB_SIZE], see edits.MAX_COUNT; repetition_ptr, frequency_ptr, presence_ptr: float32 [N].
+    logits_ptr: float32 [R, VOCAB_SIZE]; row_index_ptr: int32 [R], the request's row in the row fields; counts_ptr:
+    int16 [N, VOCAB_SIZE], see edits.MAX_COUNT; repetition_ptr, frequency_ptr, presence_ptr: float32 [N].
     """
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
@@ -154,9 +155,9 @@ def record_kernel(
 ) -> None:
     """Add a row's sampled token to its counts and its tail; one program per row of logits.
 
-    row_index_ptr: int32 [S], the row of the states, -1 for padding; token_ids_ptr: int64 [S], negative error codes are
-    skipped; counts_ptr: int16 [N, VOCAB_SIZE] or None; tail_ptr: int32 [N, tail_length] or None. first_token: token id
-    of the counts' first column.
+    row_index_ptr: int32 [S], the request's row in the row fields, -1 for padding; token_ids_ptr: int64 [S], negative
+    error codes are skipped; counts_ptr: int16 [N, VOCAB_SIZE] or None; tail_ptr: int32 [N, tail_length] or None.
+    first_token: token id of the counts' first column.
     """
     sample = tl.program_id(0)
     row = tl.load(row_index_ptr + sample).to(tl.int64)

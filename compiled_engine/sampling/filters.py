@@ -53,7 +53,7 @@ class Filters:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
-        """Return the filters of these rows, given all rows' fields on the host."""
+        """Return the filters of the rows with these indices. fields: FIELDS by name, on the host, for all rows."""
         inverse_temperature, top_k, top_p, min_p = (fields[name][rows] for name in FIELDS)
         return cls(inverse_temperature, top_k.astype(np.int64), top_p, min_p)
 
@@ -83,7 +83,10 @@ def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return thresholds of min-p alone: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
+    """Return the thresholds [R] of min-p alone: the row's largest logit + log(min_p) * temperature.
+
+    From this logit on, a token's probability is at least min_p times the largest probability.
+    """
     margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature)
     return logits_RV.amax(dim=1) + margin_R1[:, 0]
 

@@ -1,9 +1,9 @@
 """Compute the thresholds of filters.py without a sort: by bisection over counts for top-k, over probability for top-p.
 
-The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
-tokens, or a probability of top-p. Each pass over a row narrows the interval of possible thresholds. Once at most
-CANDIDATES logits are in the interval, the search continues in registers. One program handles a row, so sums have a
-fixed order whatever else is in the batch, and programs of rows without filters end immediately.
+The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still has at
+least k tokens, or at least the probability top_p. Each pass over a row narrows the interval of possible thresholds.
+Once at most CANDIDATES logits are in the interval, the search continues in registers. One program handles a row, so
+sums have a fixed order whatever else is in the batch, and programs of rows without filters end immediately.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def _ordered(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _value(ordered: tl.tensor) -> tl.tensor:
-    """Return the float32 values of numbers that `_ordered` returns."""
+    """Return the float32 values from which `_ordered` made these numbers."""
     bits = ordered.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Return a number strictly between two numbers of `_ordered`, which differ by more than 1.
+    """Return a number strictly between low and high, two numbers of `_ordered` that differ by more than 1.
 
-    Alternates between the mean of the floats, near which logits lie, and the mean of the integers, which limits the
-    search to 64 steps.
+    In even steps it is the mean of the floats, near which logits lie. In odd steps it is the mean of the integers,
+    which limits the search to 64 steps.
     """
     by_value = _ordered(_value(low) * 0.5 + _value(high) * 0.5)
     middle = tl.where(step % 2 == 0, by_value, (low + high) >> 1)
@@ -51,9 +51,10 @@ def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weights(logits: tl.tensor, top: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
-    """Return the weight of each logit in the searched sum: its probability relative to that of the logit `top`.
+    """Return the weight with which each logit counts in the search for a threshold.
 
-    Without BY_MASS, as for top-k, each weight is 1.
+    With BY_MASS, for top-p, it is the logit's probability divided by that of the logit `top`. Otherwise, for top-k, it
+    is 1.
     """
     if BY_MASS:
         return tl.exp((logits - top) * inverse_temperature)
@@ -100,10 +101,10 @@ def _largest_holding(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (largest threshold in [low, high) whose tokens' weights reach the target, sum of the weights above it).
+    """Return (largest threshold in [low, high), sum of the weights above it).
 
-    low, high and the result: numbers of _ordered. The weights from `low` on reach the target; no logit is at or above
-        `high`.
+    The weights of the logits at or above the threshold sum to at least `target`. This must hold for `low` too, and no
+        logit may be at or above `high`. low, high and the threshold are numbers of _ordered.
     count_low: number of logits at or above `low`.
     candidates_ptr: float32 [CANDIDATES], scratch memory of the row. top, BY_MASS: see _weights.
     """
@@ -170,9 +171,8 @@ def threshold_kernel(
 ) -> None:
     """Compute the threshold of a row, see `thresholds`; one program per row of logits.
 
-    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr: int32 [S]; threshold_ptr: float32 [S], the
-        results.
-    inverse_temperature_ptr to min_p_ptr: [N], parameters by row of the states.
+    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; threshold_ptr: float32 [S], the results.
+    row_index_ptr: int32 [S], index of a row's parameters in inverse_temperature_ptr to min_p_ptr [N]; -1 for padding.
     candidates_ptr: float32 [S, CANDIDATES], scratch memory.
     """
     sample = tl.program_id(0).to(tl.int64)

@@ -39,7 +39,7 @@ SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
 
 def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return output `index` (from 0) of SplitMix64 seeded with `seed`. Both and the result are uint64, broadcast."""
+    """Return output `index` (from 0) of SplitMix64 seeded with `seed`, uint64. Both arguments are uint64, broadcast."""
     bits = (index + np.uint64(1)) * np.uint64(GOLDEN_GAMMA) + seed
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(MULTIPLIER_1)
@@ -77,7 +77,8 @@ def sample(
     logits_SV: float32 [S, V]. row_index_S: int32 [S], index of the row's parameters in the tensors [N]; -1 is padding,
     which gets token 0. positions_S: int64 [S], the positions of the new tokens. inverse_temperature_N: float32 [N], 0
     for greedy. seeds_N: int64 [N]. threshold_S: float32 [S] in units of the logits; minus infinity, NaN and None keep
-    every token. token_ids_S: int64 [S], output. best: given on a rank that has only some columns; receives the scores.
+    every token. token_ids_S: int64 [S], output. best: given on a rank that has only some columns of a divided
+    vocabulary; receives the scores of the drawn tokens.
 
     The lowest token id wins a tie. If a logit that may be drawn is NaN, or all are minus infinity, the result is an
     error code of sampled_tokens.py.
@@ -110,9 +111,9 @@ def _choose(
     threshold: np.ndarray | None,
     first_token: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose a token for each row of logits [R, V]. Returns (token ids, their scores), [R] each.
+    """Choose a token for each row of logits [R, V]. Returns (token ids or error codes, their scores), [R] each.
 
-    keys: uint64 [R], the key of each row's noise.
+    keys: uint64 [R], the key of each row's noise. first_token: token id of the first column.
     """
     token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
     best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
@@ -145,7 +146,10 @@ def _choose(
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """Return the index in `scores` [N] of each segment's largest score; `segments` [N] ascends without gaps."""
+    """Return the index in `scores` [N] of each segment's largest score, [num_segments].
+
+    segments: [N], the segment of each score, in ascending order; no segment is empty.
+    """
     lengths = np.bincount(segments, minlength=num_segments)
     starts = np.cumsum(lengths) - lengths
     padded = np.full((num_segments, lengths.max()), -np.inf, dtype=np.float32)

@@ -55,10 +55,10 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose a row's best token of all ranks; one program per row of logits, whose number is also its PushBuffer slot.
+    """Choose a row's best token of all ranks; one program per row of logits.
 
-    The program exchanges keys of the ranks' best tokens with the other ranks, which must launch the kernel too. Keys
-    are as in ranks.keys_of.
+    A row's program uses the PushBuffer slot with its own number. It exchanges keys (see ranks.keys_of) of the ranks'
+    best tokens with the other ranks, which must launch the kernel too.
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding. addresses_ptr, epochs_ptr, rank,
@@ -100,9 +100,10 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write each row's best token of all ranks to token_ids_S.
+    """Write each row's best token of all ranks to token_ids_S. All ranks call this together.
 
-    best_score_SB, best_token_SB: block_best_kernel's results for this rank's columns.
+    best_score_SB, best_token_SB: block_best_kernel's results for this rank's columns, by block. row_index_S: -1 for
+    padding, which gets token 0.
     """
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
@@ -118,9 +119,9 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Write each row's best token of all ranks to token_ids_S. The ranks exchange keys (ranks.keys_of) by push buffers.
+    """Do what `best_of_ranks` does with best_of_ranks_kernel, which exchanges keys through the push buffer.
 
-    All ranks launch the kernel together, with the same number of rows.
+    All ranks launch the kernel together, with the same number of rows, at most the buffer's num_slots.
     """
     num_samples, num_blocks = best_score_SB.shape
     best_of_ranks_kernel[(num_samples,)](
@@ -153,7 +154,7 @@ BLOCK_V = 2048
 
 @triton.jit
 def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return output `index` (from 0) of SplitMix64 seeded with `seed`. Both and the result are uint64."""
+    """Return output `index` (from 0) of SplitMix64 seeded with `seed`. Arguments and result are uint64."""
     bits = seed + (index + 1) * _GOLDEN_GAMMA
     bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
     bits = (bits ^ (bits >> 27)) * _MULTIPLIER_2
@@ -284,11 +285,12 @@ def sample(
 ) -> None:
     """Draw tokens like gumbel.sample, from logits of any floating dtype and row stride.
 
-    masks: logits of forbidden tokens are not read. vocabulary: this rank's columns, and the ranks that choose together;
-    None: this rank has all columns. known_ids_V: int64, token id of each column; None: columns are consecutive token
-    ids. sharpness_1: float32, a factor on all logits.
+    masks: the tokens that each row may choose; None: all. Logits of forbidden tokens are not read. vocabulary: this
+    rank's columns, and the group of ranks that choose together; None: this rank has all columns. known_ids_V: int64,
+    token id of each column; None: columns are consecutive token ids. sharpness_1: float32, a factor on all logits of
+    rows that are not greedy; None: 1.
 
-    Nothing depends on values on the host, so a CUDA graph may capture it.
+    No launch depends on values that the host reads from the device, so a CUDA graph may capture all of them.
     """
     num_samples, vocab_size = logits_SV.shape
     if num_samples == 0:

@@ -76,7 +76,7 @@ def has_methods(value: Any) -> bool:
 
 
 def processor_name(value: Any) -> str:
-    """Return the name of a processor's class, or of a factory."""
+    """Return the qualified name, with the module, of a processor's class or of a factory."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -107,9 +107,9 @@ def build_processors(
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
-    """Return processors and factories, after importing entries given as strings.
+    """Return the processors and factories of the option logits_processors; entries given as strings are imported.
 
-    Raises TypeError or ValueError naming the entry.
+    Raises TypeError or ValueError, naming the entry, if it cannot be imported or is neither processor nor factory.
     """
     return tuple(_resolve(f"logits_processors[{index}]", entry) for index, entry in enumerate(given))
 
@@ -185,9 +185,11 @@ class ProcessedRows:
         positions_R: torch.Tensor,
         vocabulary: VocabularySlice,
     ) -> None:
-        """Edit the logits of each row in place. See Sampler.sample for the arguments; here they have no padding.
+        """Call the processors, which edit the logits of each row in place.
 
-        vocabulary: this rank's columns. Processors edit whole rows, which are gathered for them.
+        rows_R, row_index_R: each row's number, on the host and on the device; the arguments are those of
+        Sampler.sample, without padding. vocabulary: this rank's columns; if the vocabulary is divided, whole rows are
+        gathered for the processors.
         """
         if vocabulary.is_divided:
             whole_RV = vocabulary.gathered(logits_RV)

@@ -21,8 +21,8 @@ from compiled_engine.sampling.sampled_tokens import row_width
 
 # Value of `num_logprobs` for rows without log-probabilities; -1 is the whole vocabulary.
 NO_LOGPROBS = -2
-# Rows with more tokens are computed by number of tokens. All other rows are computed together, each with the largest
-# number of tokens among them.
+# Rows with more top tokens are computed in groups that have the same number of them. All other rows are computed
+# together, each with the largest number of top tokens among these rows.
 FEW_TOKENS = 64
 
 
@@ -93,7 +93,10 @@ def _fill_of_ranks(
     num_top: int,
     vocabulary: VocabularySlice,
 ) -> None:
-    """Write the log-probabilities of some rows to rows_RW. token_ids_R1: the chosen tokens, int64."""
+    """Write the log-probabilities of the rows logits_RV to rows_RW, see `_rows_of_ranks`.
+
+    logits_RV: float32, this rank's columns. token_ids_R1: the chosen tokens, int64.
+    """
     gather, num_ranks = vocabulary.group.gather_columns, vocabulary.group.size
     column_R1 = token_ids_R1 - vocabulary.first
     is_here_R1 = (column_R1 >= 0) & (column_R1 < vocabulary.size)

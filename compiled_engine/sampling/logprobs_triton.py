@@ -28,9 +28,10 @@ _SIGN_MASK = tl.constexpr(2**31 - 1)
 def block_keys(
     row_ptr: tl.tensor, block: tl.tensor, VOCAB_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (a block's logits, float32; their keys, int64 in the order of the logits).
+    """Return (logits of a block of BLOCK_V tokens, float32; a key for each logit, int64).
 
-    Of equal logits, the logit of the lower token id has the larger key. row_ptr: logits of the row.
+    A larger logit has a larger key. Of equal logits, the logit of the lower token id has the larger key. row_ptr:
+    logits of the row.
     """
     token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = token_ids < VOCAB_SIZE
@@ -64,7 +65,7 @@ def block_logprobs_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Reduce one block of a row's logits; one program per row and block.
+    """Reduce one block of a row's logits to three numbers; one program per row and block.
 
     logits_ptr: [R, VOCAB_SIZE], rows logits_stride apart; token_ids_ptr: int32 [R], the chosen tokens. best_ptr: int64
     [R, blocks], receives the largest key, see block_keys. sum_ptr: float32 [R, blocks], receives the sum of exp(logit -
@@ -98,10 +99,10 @@ def row_logprobs_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Combine a row's blocks, and find its num_top most likely tokens; one program per row.
+    """Combine the results of a row's blocks, and find its num_top most likely tokens; one program per row.
 
-    rows_ptr: int32 [R, 3 + 2 * num_top], receives rows of LogprobRows. Other arguments are those of
-    block_logprobs_kernel, whose results are read.
+    rows_ptr: int32 [R, 3 + 2 * num_top], receives a row of LogprobRows. Other arguments are those of
+    block_logprobs_kernel; best_ptr, sum_ptr and above_ptr have that kernel's results.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
@@ -135,7 +136,7 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return what logprobs.logprob_rows does, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
+    """Compute logprobs.logprob_rows with the kernels, and return its result, int32 [R, 3 + 2 * num_top], on the host.
 
     The kernels write device memory, which is copied to pinned memory if on a GPU. PyTorch's allocator tracks pending
     copies but not pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.

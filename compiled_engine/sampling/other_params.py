@@ -1,7 +1,7 @@
 """Sampling parameters of other engines: each is accepted without effect, or is an error that says what to give instead.
 
-OTHER_PARAMS has all names of vLLM's signature that SamplingParams lacks, and some of earlier versions. A name of
-transformers' `generate` is an error with this engine's name for it.
+OTHER_PARAMS has all names of vLLM's signature that SamplingParams lacks, and some of earlier versions. A parameter of
+transformers' `generate` raises an error that names this engine's parameter for it.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """Handle a parameter that is none of the `known` fields: accept it, perhaps with a warning, or raise an error.
+    """Handle a parameter that is none of the fields `known`: accept it, perhaps with a warning, or raise an error.
 
-    Raises ValueError for a value that is not supported. Raises `unknown` for a name that vLLM does not have either; if
-    transformers has the name, the message says this engine's name for the parameter. Must be called directly by the
-    function that the user calls, so that the warning has the user's location.
+    Raises ValueError for a value that is not supported. Raises `unknown`, an exception class, for a name that vLLM does
+    not have either; if transformers has the name, the message says this engine's name for the parameter. Must be called
+    directly by the function that the user calls, so that the warning has the user's location.
     """
     if name in OF_TRANSFORMERS:
         raise unknown(f"SamplingParams has no field {name!r}; {OF_TRANSFORMERS[name]}")

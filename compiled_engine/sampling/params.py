@@ -293,7 +293,7 @@ def of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampli
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields whose values contradict each other."""
+    """Raise ValueError if values contradict each other. values: all fields by name."""
     if values["n"] > 1 and values["temperature"] < SMALLEST_TEMPERATURE:
         raise ValueError(f"n must be 1 when temperature is 0 (greedy), got {values['n']}")
     min_tokens, max_tokens = values["min_tokens"], values["max_tokens"]

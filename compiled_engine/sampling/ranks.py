@@ -38,7 +38,7 @@ _SIGN_MASK = 2**31 - 1
 class Best(NamedTuple):
     """Receives, from `gumbel.sample` on one rank, the score of each row's best token among the rank's tokens."""
 
-    first_token: int  # of the rank
+    first_token: int  # token id of the rank's first column
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
     scores_S: torch.Tensor
 
@@ -98,9 +98,10 @@ def choose_of_ranks(
     row_index_S: torch.Tensor,
     token_ids_S: torch.Tensor,
 ) -> None:
-    """Write the best token of all ranks for each row to token_ids_S.
+    """Choose each row's best token of all ranks, and write it to token_ids_S. All ranks call this together.
 
-    `choose` is gumbel.sample with all its arguments except the last, `best`, already given.
+    choose: gumbel.sample with all arguments except the last, `best`, already given; it must write to token_ids_S too.
+    row_index_S: -1 for padding, which gets token 0.
     """
     scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
     choose(Best(vocabulary.first, scores_S))
@@ -129,11 +130,12 @@ def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
 def filter_candidates(
     logits_SV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Return logits [S, C], fewer than the whole vocabulary, that give the same thresholds for rows with filters.
+    """Return logits [S, C] that suffice to compute the thresholds of top-k, top-p and min-p.
 
-    top_k, top_p: values of the rows with filters. The result has the k largest logits of each rank, which include the k
-    largest of all; k is the largest top_k, or 1 if all rows have min-p alone. Whole rows are gathered if k exceeds
-    CANDIDATES, and if a row has top-p without top-k, which may need any number of logits.
+    top_k, top_p: values of the rows with filters. If the vocabulary is divided among ranks, the result has the k
+    largest logits of each rank, gathered from all ranks; they include the k largest of all. k is the largest top_k, or
+    1 if all rows have min-p alone. The whole vocabulary is returned if it is not divided, if k exceeds CANDIDATES, or
+    if a row has top-p without top-k, which may need any number of logits.
     """
     if not vocabulary.is_divided:
         return logits_SV

@@ -73,14 +73,14 @@ class LogprobRows:
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
-        """Return LogprobRows with some of the rows: a slice, or those marked True, or those at the given indices."""
+        """Return LogprobRows with some of the rows. rows: a slice, a bool for each row, or the rows' indices."""
         return LogprobRows.of_array(self.array()[rows])
 
     def __len__(self) -> int:
         return self.num_rows
 
     def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        """Return, for each row, the chosen token's rank, the token ids, and their log-probabilities."""
+        """Return (ranks of the chosen tokens, token ids, log-probabilities), lists with an entry for each row."""
         rows_RW = self.array()
         return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
 

@@ -35,10 +35,11 @@ from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, fil
 
 @dataclass(frozen=True)
 class SamplingOperations:
-    """Operations implemented twice, as Triton kernels and for the CPU, in the order of sampling.
+    """The operations of sampling that exist twice, as Triton kernels and for the CPU, in the order in which they run.
 
-    Arguments are those of edits.py and gumbel.sample. `choose` also takes a Best on the CPU; on a GPU it takes a
-    VocabularySlice and combines the choices of all ranks.
+    The arguments are those of the functions in edits.py and of gumbel.sample; `thresholds` takes the logits, the index
+    of each row, and the row fields. `choose` also takes a Best on the CPU. On a GPU it takes a VocabularySlice, and
+    combines the choices of all ranks.
     """
 
     add_: Callable[..., None]
@@ -92,9 +93,9 @@ StepEdits = StepMasks
 
 
 class SamplerClass(enum.Enum):
-    """Classes of batches by what their sampling needs.
+    """The class of a batch, by what the sampling of its rows needs.
 
-    TEMPERATURE_ONLY: rows need only a temperature, 0 included, and a seed. A CUDA graph may contain their sampling.
+    TEMPERATURE_ONLY: all rows need only a temperature, 0 included, and a seed. A CUDA graph may contain the sampling.
     GENERAL: all other batches.
     """
 
@@ -103,7 +104,7 @@ class SamplerClass(enum.Enum):
 
 
 class Sampler:
-    """Samples tokens. Rows are added and removed with requests; `sample` takes any of them in any order.
+    """Samples tokens. A row is added for each request and removed at its end; `sample` takes any rows in any order.
 
     A row's tokens depend only on its own logits, parameters, seed, positions and history, not on other rows.
 
@@ -160,7 +161,7 @@ class Sampler:
 
         seed: params.seed, or the seed chosen for the request if that is None; 64 bits, signed or not.
         token_ids: the prompt, num_prompt_tokens long, followed by the tokens generated before a preemption.
-        edited_late: the row is sampled with edits that come with each step, see `sample`.
+        edited_late: the row gets a token mask with each step, see `masks` of `sample`.
 
         Writes to the device are staged.
 
@@ -192,9 +193,9 @@ class Sampler:
         self._processors.add(processor)
 
     def alone(self) -> Sampler:
-        """Return a sampler of the same rows that exchanges nothing with other ranks, so that one rank can run it alone.
+        """Return a sampler that shares this one's rows, but exchanges nothing with other ranks.
 
-        Its tokens are right only if there is one rank.
+        So one rank can run the returned sampler alone. Its tokens are right only if there is one rank.
         """
         sampler = copy.copy(self)
         sampler.vocabulary = replace(self.vocabulary, group=fake_group_for(self.vocabulary.group))
@@ -215,9 +216,9 @@ class Sampler:
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return how many log-probabilities each row asks for, for batch_logprobs; None if no row asks for any.
+        """Return how many log-probabilities each row requests, as batch_logprobs takes them; None if no row does.
 
-        rows: the rows of the batch in the request states; -1 for padding.
+        rows: the rows of the batch's requests, on the host; -1 for padding.
         """
         wanted = self._num_logprobs_N[rows]
         return None if (wanted == NO_LOGPROBS).all() else wanted
@@ -229,7 +230,9 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose tokens for TEMPERATURE_ONLY rows, into token_ids_S (int64 [S], device). Other arguments: see sample.
+        """Choose the tokens of a TEMPERATURE_ONLY batch, and write them to token_ids_S (int64 [S], on the device).
+
+        The other arguments are those of `sample`.
 
         Reads only device memory at fixed addresses, so a CUDA graph may capture it. On a CPU the logits must be
         float32. The rows' staged writes must have been applied.
@@ -247,8 +250,8 @@ class Sampler:
     ) -> None:
         """Choose draft tokens like `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
-        known_ids_V: if every rank has all columns, the token id of each, int64 [V] on the device; None if the columns
-        are those of `vocabulary`. A CUDA graph may capture this.
+        known_ids_V: for a head whose columns are not divided among ranks, the token id of each column, int64 [V], on
+        the device. None: the columns are those of `vocabulary`. A CUDA graph may capture this.
         """
         arguments = row_index_S, positions_S, *self._temperature_and_seed, None, token_ids_S
         if self._rows.triton:
@@ -280,9 +283,9 @@ class Sampler:
 
         logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
         logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: rows_S as int32 on the device.
-        positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows that are
-        edited late. processed_SV: float32 [S, V], receives what `process` writes. A row may repeat unless it has
-        penalties or bad words, since its history advances by one token per step.
+        positions_S: int64 [S] on the device, the position of each new token in its request. masks: the token masks of
+        rows that were added with edited_late. processed_SV: float32 [S, V], receives what `process` writes. A row may
+        repeat unless it has penalties or bad words, since its history advances by one token per step.
 
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
@@ -332,8 +335,7 @@ class Sampler:
         """Apply penalties, biases and masks to logits_RV in place, choose tokens, and return their ids, int64 [R].
 
         logits_RV: float32, a copy of the step's logits for the requests that need such edits. rows_R, row_index_R: the
-        rows of these requests in the request states, on the host and on the device. masks, positions_R,
-        processed_RV: see `sample`.
+        rows of these requests, on the host and on the device. masks, positions_R, processed_RV: see `sample`.
         """
         if self._added_to_N[rows_R].any():
             self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)
@@ -360,9 +362,9 @@ class Sampler:
         masks: StepMasks | None = None,
         processed_SV: torch.Tensor | None = None,
     ) -> None:
-        """Filter logits and write the chosen tokens to token_ids_S.
+        """Compute the thresholds of filters, choose tokens at or above them, and write the tokens to token_ids_S.
 
-        masks: applied here on a GPU. On a CPU the caller has applied them. processed_SV: see `sample`.
+        masks: applied here on a GPU. On a CPU the caller has applied the masks. Other arguments: see `sample`.
         """
         threshold_S = None
         if self._filtered_N[rows_S].any():

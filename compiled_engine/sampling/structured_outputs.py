@@ -120,7 +120,10 @@ def _schema_text(schema: Any) -> str:
 
 
 def _closed(schema: str) -> str:
-    """Return the schema with additionalProperties false in each object that has properties and does not set it."""
+    """Return the JSON schema with additionalProperties false in each object that has properties.
+
+    An object that sets additionalProperties keeps its value.
+    """
 
     def close(value: Any) -> None:
         if isinstance(value, dict):

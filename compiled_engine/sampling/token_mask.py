@@ -68,14 +68,14 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
 
 
 class Constraint(Protocol):
-    """A request's constraint, with its state after the accepted tokens.
+    """A constraint on a request's next token, with its state after the tokens accepted so far.
 
-    The state survives a preemption, and tokens are never taken back. The methods are called on the host while the step
-    that computes the logits runs on the device.
+    The state survives a preemption, and accepted tokens are never taken back. The methods are called on the host while
+    the step that computes the logits runs on the device.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Accept the next output tokens. Raises ValueError with the reason, which ends the request."""
+        """Advance the state by the next output tokens. Raises ValueError with the reason, which ends the request."""
         ...
 
     def fill(self, words_W: np.ndarray) -> None:

@@ -1,6 +1,7 @@
-"""Kinds of sampling parameter values.
+"""Kinds (see schema.Kind) of the values of sampling parameters: a check and a JSON schema each.
 
-A check returns the value, with numbers and containers as built-in types, or raises an error that names the parameter.
+A check returns the value, with numbers and containers as built-in types. It raises TypeError or ValueError, naming the
+parameter, for a value that is not allowed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Kind:
-    """Return the kind, a check and a JSON schema, of integers in [low, high], numpy's included.
+    """Return a Kind for integers in [low, high], numpy's included. high None: no upper bound.
 
-    With `or_minus_one`, -1 is allowed too, and with `or_flag`, bools.
+    With `or_minus_one`, -1 is allowed too; with `or_flag`, bools are allowed too.
     """
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if or_minus_one:
@@ -54,7 +55,7 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Kind:
-    """Return the kind, a check and a JSON schema, of finite numbers in [low, high], or (low, high] with `above_low`."""
+    """Return a Kind for finite numbers in [low, high]; with `above_low`, in (low, high]."""
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
@@ -72,7 +73,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Return a kind (a check and a JSON schema) that allows None besides the values of `kind`."""
+    """Return a Kind whose check allows None besides the values of `kind`; the JSON schema is that of `kind`."""
 
     def check_unless_none(name: str, value: Any) -> Any:
         return None if value is None else kind.check(name, value)
@@ -81,7 +82,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
-    """Return the kind of lists or tuples of values of `kind`. Its check returns a tuple, an empty one for None."""
+    """Return a Kind for lists and tuples whose items `kind` allows. Its check returns a tuple; empty for None."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
         items = _items(name, value)
@@ -93,7 +94,7 @@ def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Return the kind of lists or tuples of values of `kind`. Its check returns a new list, an empty one for None."""
+    """Return a Kind for lists and tuples whose items `kind` allows. Its check returns a new list; empty for None."""
 
     def check_items(name: str, value: Any) -> list[Any]:
         return [kind.check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
@@ -131,7 +132,7 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """Return a copy of `value`, which must be None or a mapping of names to JSON values."""
+    """Return a copy of `value`, a mapping of names to JSON values or None. Raises TypeError or ValueError otherwise."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -140,7 +141,11 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages' JSON."""
+    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages' JSON.
+
+    name: the value's name in errors. Raises TypeError for other values, and ValueError for an integer that is too large
+    for a float and for an empty key.
+    """
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)
@@ -156,7 +161,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def having(method: str) -> Kind:
-    """Return the kind, a check, of objects that have a method of the name `method`."""
+    """Return a Kind for objects that have a method with the name `method`. Its JSON schema is empty."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not callable(getattr(value, method, None)):

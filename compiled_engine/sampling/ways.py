@@ -35,9 +35,10 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Yield functions that each sample once from one row of logits.
+    """Yield functions that each sample one token, in a different way, from a row of zeros as logits.
 
-    The filters compile longest, so they come first: for float32, which edited logits have, and for the model's dtype.
+    The filters compile longest, so they come first: for float32, the dtype of edited logits, and for `dtype`, that of
+    the model's logits. vocabulary: this rank's columns.
     """
     yield from (
         partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
@@ -64,7 +65,8 @@ def sample_once(
 ) -> torch.Tensor:
     """Return token ids, int64 [R], sampled from logits with a sampler that exists only for this call.
 
-    The first row has a mask if `masked`, or if the parameters have a logit bias.
+    The first row has a token mask, which allows all tokens, if `masked` is True or the parameters have a logit bias.
+    Log-probabilities are computed too if the parameters request them.
     """
     num_rows, device = len(logits_RV), logits_RV.device
     sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)

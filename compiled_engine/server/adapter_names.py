@@ -45,7 +45,10 @@ class AdapterNames:
         await self._drop(engine, before)
 
     async def unload(self, engine: AsyncLLM, name: str) -> None:
-        """Remove the name `name`. If the adapter has no other name, also unload it. Running requests continue."""
+        """Remove `name`, which must exist. If its adapter has no other name, also unload the adapter.
+
+        Running requests continue.
+        """
         del self._requests[name]
         await self._drop(engine, self._digests.pop(name, None))
 

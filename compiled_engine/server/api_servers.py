@@ -33,7 +33,8 @@ _EXIT_S = 5.0
 class Place:
     """The state that API processes share: which of them accept connections, and how many each of them has.
 
-    Create it before any other object that reserves columns of the shared figures.
+    Create it before any other object that reserves columns of the shared figures, since all processes must reserve
+    columns in the same order.
     """
 
     def __init__(self, figures: SharedFigures) -> None:
@@ -58,11 +59,11 @@ class Place:
         return bool(self._figures.of(number, self._serving))
 
     def count(self, change: int) -> None:
-        """Add to this process's number of connections."""
+        """Add `change` to this process's number of connections."""
         self._figures.own[self._connections] += change
 
     def has_most(self) -> bool:
-        """Return whether another process that serves has fewer connections than this one."""
+        """Return whether another process that accepts connections has fewer connections than this one."""
         others = zip(self._figures.of_others(self._serving), self._figures.of_others(self._connections), strict=True)
         own = self._figures.own[self._connections]
         return any(serves and connections < own for serves, connections in others)
@@ -113,9 +114,9 @@ class ApiServers:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self, forget: Callable[[int], None]) -> str:
-        """Replace each process that ends, after a call of `forget` with its number.
+        """Watch the processes, and replace each one that ends, after a call of `forget` with the process's number.
 
-        Returns only if a process ends before it serves; the result is the reason.
+        Returns only if a process ends before it serves, and then returns the reason.
         """
         while True:
             await asyncio.sleep(_LOOK_S)

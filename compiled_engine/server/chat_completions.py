@@ -89,7 +89,7 @@ class Answer:
 def finish_reason(completion: CompletionOutput, last_arguments: str | None) -> str | None:
     """Return a completion's finish reason in the chat API's terms.
 
-    `last_arguments` has the arguments of the last call, or is None if there are no calls. A stop string or an
+    `last_arguments` has the arguments of the last tool call, or is None if there are no calls. A stop string or an
     end-of-sequence token can cut off a call. Such a call cannot be executed, so the reason is then "stop".
     """
     called = last_arguments is not None and is_whole(last_arguments)
@@ -132,7 +132,10 @@ def _choice(answer: Answer, completion: CompletionOutput) -> ChatChoice:
 
 
 def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMessage:
-    """Assemble a message from all pieces of an answer."""
+    """Return the message that all pieces of an answer make up.
+
+    `make_call_id` creates the id of a tool call whose piece has none.
+    """
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) or None
     calls: list[ToolCall] = []
@@ -151,7 +154,7 @@ def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMe
 
 
 class _Part:
-    """The state of a streamed completion between its outputs."""
+    """The state of one streamed completion: its parser, and the arguments of its last tool call so far."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -159,7 +162,10 @@ class _Part:
         self._last_arguments: str | None = None  # of the last call
 
     def choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """Return the choices of the next events: one for each piece of the output, and one for the completion's end."""
+        """Return the choices of the next events: one for each piece of the output, and one for the completion's end.
+
+        completion: the new text and tokens since the last call.
+        """
         pieces = self._parser.push(completion.text)
         if completion.finish_reason is not None:
             pieces += self._parser.finish()

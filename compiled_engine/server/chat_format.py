@@ -191,11 +191,12 @@ class ChatFormat:
         continue_final_message: bool = False,
         check: Callable[[str], None] = lambda text: None,
     ) -> Prompt:
-        """Return the prompt: text, token ids and images.
+        """Render a chat with the template, and return the prompt: text, token ids and images.
 
-        `check` may reject the text before it is tokenised, by raising an error. Raises ApiError 400 if the template
-        fails or takes too long, or if the arguments of calls in `messages` exceed the bounds of a request body; 503 if
-        too much work is queued. A template's run time is unpredictable, so it never runs on the event loop.
+        `settings` are the variables of the template, see `settings`. `check` may reject the text before it is
+        tokenised, by raising an error. Raises ApiError 400 if the template fails or takes too long, or if the arguments
+        of tool calls in `messages` exceed the bounds of a request body; 503 if too much work is queued. A template's
+        run time is unpredictable, so it never runs on the event loop.
         """
         is_over = threading.Event()
 
@@ -273,10 +274,10 @@ def find_chat_format(
 
 
 def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
-    """Return the format of tool calls and the name of the reasoning format.
+    """Return (format of tool calls, name of the reasoning format), each None if the model has none.
 
-    The options name them or, if they are "auto", the templates decide. Some parsers read calls and reasoning together;
-    such a parser is chosen for both or for neither. Raises ValueError if the options contradict that.
+    The options name the formats or, if they are "auto", the templates decide. Some parsers read calls and reasoning
+    together; such a parser is chosen for both or for neither. Raises ValueError if the options contradict that.
     """
     name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
     reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))

@@ -113,7 +113,7 @@ def begins_an_answer(add_generation_prompt: bool | None, continue_final_message:
 
 
 def text_of(message: ChatMessage) -> str:
-    """Return the text of a message's content."""
+    """Return the text of a message's content: all text parts joined, without images; "" if there is no text."""
     content = message.content or ""
     if isinstance(content, str):
         return content
@@ -121,9 +121,9 @@ def text_of(message: ChatMessage) -> str:
 
 
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
-    """Return the messages for `render_chat`.
+    """Return the messages as dicts, as `render_chat` takes them.
 
-    Raises ApiError 400 if there are no messages or too many, or if one is invalid.
+    Raises ApiError 400 if there are no messages or too many, or if a message is invalid.
     """
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
@@ -163,7 +163,7 @@ def _tool_call(call: MessageToolCall) -> dict[str, Any]:
 
 
 def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
-    """Return the tools for the template, or None if there are none.
+    """Return the tools as dicts, as the chat template takes them, or None if there are none.
 
     Raises ApiError 400 for too many tools, or if the template does not support tools.
     """

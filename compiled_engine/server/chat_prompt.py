@@ -123,7 +123,7 @@ async def with_images(serving: Serving, prompt: Prompt, params: SamplingParams |
 
 
 def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:
-    """Return the tools that the answer may call, or None if it may call none.
+    """Return the tools that the answer may call according to the field `tool_choice`, or None if it may call none.
 
     With `one_call`, the answer has at most one call. Raises ApiError 400 for an invalid choice.
     """
@@ -147,9 +147,10 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 
 
 def renamed_fields(fields: ChatRequest) -> dict[str, Any]:
-    """Return the sampling parameters logprobs and max_tokens, which other fields of chat requests determine.
+    """Return the sampling parameters that fields with other names determine in chat requests.
 
-    Raises ApiError 400 for contradictory fields.
+    They are logprobs, from `logprobs` and `top_logprobs`, and max_tokens, from `max_completion_tokens`. Raises ApiError
+    400 for contradictory fields.
     """
     more: dict[str, Any] = {}
     if not fields.logprobs:

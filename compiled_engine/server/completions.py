@@ -92,9 +92,10 @@ class Answer:
         return self.tokenizer.special_ids if self.tokenizer and self.params.skip_special_tokens else frozenset()
 
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
-        """Return the prompt's log-probabilities and the length of its text in characters.
+        """Return (log-probabilities of the prompt, length of the prompt's text in characters).
 
-        Returns None unless the request wants the prompt's log-probabilities too, by giving both `echo` and `logprobs`.
+        `entries` are the log-probabilities of the prompt's tokens as the engine returns them. Returns None unless the
+        request asks for the prompt's log-probabilities, by giving both `echo` and `logprobs`.
         """
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
@@ -185,9 +186,10 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return the next part of a completion, or without streaming all of it, and update `place`.
+    """Return the next part of a streamed completion, or the whole of one that is not streamed. Updates `place`.
 
-    With `echo`, the first part begins with the prompt. `echoed` is the result of `Answer.echoed_logprobs`.
+    With `echo`, the first part begins with the prompt. `prompt` is the prompt's index in the request. `echoed` is the
+    result of `Answer.echoed_logprobs`.
     """
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())

@@ -138,7 +138,7 @@ def _prompt_name(serving: Serving, input_type: str | None, ignored: list[str]) -
 
 
 def _parts(response: EmbedResponse, kinds: Sequence[str], vectors: Sequence[np.ndarray]) -> Iterator[bytes]:
-    """Yield the response as JSON, in parts that are each quick to encode."""
+    """Yield `response` as JSON, with `vectors` in each of the types `kinds`, in parts that are each quick to encode."""
     yield msgspec.json.encode(response).removesuffix(b"}}")
     for place, kind in enumerate(kinds):
         yield b"," * (place > 0) + msgspec.json.encode(kind) + b":["

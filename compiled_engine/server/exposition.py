@@ -167,7 +167,10 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the engine's metrics. A metric that `engine` lacks has no samples, except compile_cache and weights."""
+    """Return the engine's metrics, each sample with `labels`. `engine` is the result of `AsyncLLM.metrics`.
+
+    A metric that `engine` lacks has no samples, except compile_cache and weights.
+    """
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():

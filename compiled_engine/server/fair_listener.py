@@ -12,7 +12,7 @@ from compiled_engine.server.connections import Connections
 
 log = logging.getLogger("compiled_engine")
 
-# How long a process with more connections than another leaves a new one to it.
+# How long a process waits before it accepts a new connection, if another process has fewer connections.
 PATIENCE_S = 0.003
 PAUSE_S = 1.0
 # Connections accepted per loop iteration, and seconds for each TLS handshake.
@@ -23,9 +23,9 @@ HANDSHAKE_S = 10.0
 class FairListener:
     """Accepts connections in place of asyncio's server in uvicorn.
 
-    `connections` bounds the connections of this process. `has_most` returns whether another process has fewer. If so,
-    this process leaves the next connection to that process for PATIENCE_S. Without this wait, the process that wakes
-    first would get most connections.
+    `connections` bounds the connections of this process. `has_most` returns whether another process has fewer
+    connections. If so, this process leaves the next connection to that process for PATIENCE_S seconds. Without this
+    wait, the process that wakes first would get most connections.
     """
 
     def __init__(

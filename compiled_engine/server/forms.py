@@ -32,8 +32,9 @@ async def asked_form(
 ) -> StructuredOutputs | None:
     """Return the format that a request requires, or None for free text.
 
-    `given` is the field structured_outputs. `name` is the name that the request's API has for `response_format`. Raises
-    ApiError 400 if both fields require a format, or if the format is invalid or cannot be compiled.
+    `checks` runs the checks of the format. `given` is the field structured_outputs. `name` is the name that the
+    request's API has for `response_format`. Raises ApiError 400 if both fields require a format, or if the format is
+    invalid or cannot be compiled.
     """
     values = _of_format(response_format, name)
     if given is None:
@@ -46,7 +47,8 @@ async def asked_form(
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """Convert response_format to fields of StructuredOutputs, or to None for free text.
 
-    The schema is in the field `schema`, either of response_format or of its `json_schema`.
+    The schema is in the field `schema`, either of response_format or of its `json_schema`. `name` is the field's name
+    in errors. Raises ApiError 400 for an invalid value.
     """
     kind = "text" if response_format is None else response_format.get("type")
     require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
@@ -108,9 +110,10 @@ async def answer_form(
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer, or None for free text.
 
-    `prompt` is the rendered prompt, which shows whether reasoning comes first. `asked` is the result of `asked_form`.
-    `continued` is the message that the answer continues. `budget` bounds the tokens of reasoning. Raises ApiError 400
-    for a strict tool whose schema is not supported.
+    `checks` runs the checks of schemas. `prompt` is the rendered prompt, which shows whether reasoning comes first.
+    `use` has the tools that the answer may call, None for none. `asked` is the result of `asked_form`. `continued` is
+    the message that the answer continues. `budget` bounds the tokens of reasoning. Raises ApiError 400 for a strict
+    tool whose schema is not supported.
     """
     if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None

@@ -42,10 +42,11 @@ async def generate(
     salt: str | None = None,
     model: str | None = None,
 ) -> Outputs:
-    """Yield each output as (index of its prompt, output). Closing the stream aborts unfinished completions.
+    """Generate completions of the prompts, and yield each output as (index of its prompt, output).
 
-    `field` is the request field of the prompts, for errors. Only requests with the same `salt` share cached prefixes.
-    `model` is the name of the model or of an adapter.
+    Closing the stream aborts unfinished completions. With the `output` "delta", each output has the new tokens and
+    text; with "final", there is one output per prompt, at the end. `field` is the request field of the prompts, for
+    errors. Only requests with the same `salt` share cached prefixes. `model` is the name of the model or of an adapter.
 
     Raises ApiError: 400 if the request exceeds a bound or the engine refuses it, 404 if the adapter was unloaded
     meanwhile, 503 if the server is busy or shuts down, 500 if the engine fails.

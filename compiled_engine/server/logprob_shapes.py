@@ -16,7 +16,8 @@ from compiled_engine.server.parsers.pieces import Content, Piece
 
 # Stands for minus infinity, which JSON lacks; below any possible token's value.
 LOWEST = -9999.0
-# Characters of a prompt's text to skip in search of a token, and for each character of tokens not found.
+# Most characters of a prompt's text that the search for a token skips. As many more are skipped for each character of
+# preceding tokens that were not found.
 MOST_SKIPPED = 4
 Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
@@ -81,7 +82,7 @@ class PromptLogprob(msgspec.Struct):
 def completion_logprobs(
     entries: Entries, token_ids: Sequence[int], offset: int = 0, left_out: Container[int] = (), *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
-    """Return the log-probabilities of consecutive tokens, and the offset where their text ends.
+    """Return (log-probabilities of consecutive tokens, offset at which their text ends).
 
     `entries` has one entry per token. The text of the tokens begins at `offset`, in characters. `left_out` has the ids
     of tokens that the text omits. With `as_ids`, tokens are written as "token_id:5".
@@ -100,8 +101,9 @@ def echoed_logprobs(
 ) -> CompletionLogprobs:
     """Return the log-probabilities of a prompt's tokens, with the offset of each token in the prompt's text.
 
-    `first_text` is the text of the first token, which has no entry. The text may lack `special` tokens, and may differ
-    from the tokens where the tokenizer normalises.
+    `text` is the prompt's text. It may lack tokens whose ids are in `special`, and may differ from the tokens where the
+    tokenizer normalises. `entries` has one entry per token, None for the first; `first_text` is the text of the first
+    token. With `as_ids`, tokens are written as "token_id:5".
     """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     place = missing = 0  # `missing`: characters of tokens not found
@@ -175,7 +177,7 @@ def _written(token_id: int, entry: Logprob, as_ids: bool) -> str:
 
 
 def _by_text(entry: dict[int, Logprob], as_ids: bool) -> dict[str, float]:
-    """Return the log-probabilities of an entry by token text. If several tokens have one text, the highest counts."""
+    """Return the log-probabilities of an entry by token text. Of several tokens with one text, the highest counts."""
     best: dict[str, float] = {}
     for token_id, each in entry.items():
         text = _written(token_id, each, as_ids)
@@ -196,8 +198,8 @@ class TextLogprobs:
     """Selects the tokens that belong to an answer's text, not to reasoning, calls or markup.
 
     `parser` locates each piece. It is fed one character at a time, and must not be the parser that reads the answer.
-    `top` is the number of most likely tokens shown. `hidden` returns whether answers omit a token with this text. It is
-    None if they omit none.
+    `top` is the number of most likely tokens shown. `hidden` returns whether the answer's text omits a token with the
+    given text; None if it omits no tokens.
     """
 
     def __init__(self, parser: AnswerParser, top: int, hidden: Callable[[str], bool] | None) -> None:

@@ -22,8 +22,8 @@ RETRY_AFTER_S = 1
 class LongWork:
     """Runs one kind of work on threads that no other kind uses, so that different kinds do not delay each other.
 
-    `small` is the largest size that counts as small. `timeout` bounds waiting and running together, in seconds. Work
-    whose client disconnects before it begins is dropped.
+    `name` names the threads. `small` is the largest size that counts as small. `timeout` bounds waiting and running
+    together, in seconds. Work whose client disconnects before the work begins is dropped.
     """
 
     def __init__(self, name: str, small: int, timeout: float) -> None:

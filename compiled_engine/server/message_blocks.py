@@ -228,9 +228,10 @@ def _stop(fields: CountTokensRequest, limits: Limits) -> Any:
 
 
 def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) -> dict[str, Any] | None:
-    """Return the variables of the chat template.
+    """Return the variables of the chat template, or None if the request has none.
 
-    `thinking` is converted to the variables that the template has for it.
+    `thinking` is converted to the variables that the template has for it. If there are none, a warning is added to
+    `ignored`.
     """
     if fields.thinking is None:
         return fields.chat_template_kwargs

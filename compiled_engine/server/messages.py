@@ -184,7 +184,7 @@ class MessageEvents:
         self._stop_sequences = stop_sequences
         self._make_call_id = make_call_id
         self._open: TextBlock | ThinkingBlock | ToolUseBlock | None = None
-        self._arguments: str | None = None  # those of the last call
+        self._arguments: str | None = None  # arguments of the last tool call so far
 
     def begin(self, usage: MessageUsage) -> Event:
         self.message.usage = usage

@@ -29,7 +29,7 @@ Headers = Mapping[str, str]
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address can be reached only from this machine."""
+    """Return whether `host`, an IP address or a name, can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -37,12 +37,13 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """Return a function that refuses requests from web pages of other sites, by the headers `host` and `origin`.
+    """Return a function that takes a request's headers, and refuses requests from web pages of other sites.
 
-    The function returns the error for such a request, otherwise None. An `origin` must be this server or an allowed
-    one. A server at a loopback address also refuses a `host` that is a name with a dot, unless the name is allowed: in
-    DNS rebinding, a site's name resolves to this machine. Any other server may have such a name. Nothing is refused if
-    API keys are required or every origin is allowed.
+    The function returns the error for a refused request, otherwise None. The header `origin`, if present, must be this
+    server's own or an allowed one. A server that listens on a loopback address also refuses a malformed `host`, and a
+    `host` that is a name with a dot, unless the name is the server's own or that of an allowed origin: in DNS
+    rebinding, the name of another site resolves to this machine. Servers at other addresses accept every `host`.
+    Nothing is refused if API keys are required or every origin is allowed.
     """
     pages = AllowedPages(options.allowed_origin)
     if options.api_key or pages.has_all:
@@ -65,10 +66,10 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
 
 
 def _split_host(header: str) -> SplitResult:
-    """Split a `host` header. All parts are empty if it is malformed."""
+    """Return the parts of a `host` header, such as host name and port. All are empty if the header is malformed."""
     try:
         parts = urlsplit("//" + header)
-        _ = parts.port  # raises for a wrong one
+        _ = parts.port  # raises ValueError for an invalid port
     except ValueError:
         return urlsplit("")
     return parts
@@ -102,12 +103,13 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class RequestScope:
     """The outermost ASGI layer, which refuses, counts and logs requests.
 
-    The response has the request's id, or a new one if that is absent or malformed. Two kinds of requests are not
-    logged, since anyone could fill the log with them: requests that this layer refuses and, if the server has API keys,
-    requests that need no key. This log replaces uvicorn's access log, which has every response, with paths of any
-    length.
+    Each response has the request's id in its header x-request-id, or a new id if the request has none or a malformed
+    one. Two kinds of requests are not logged, since anyone could fill the log with them: requests that this layer
+    refuses and, if the server has API keys, requests that need no key. This log replaces uvicorn's access log, which
+    has every response, with paths of any length.
 
-    `routes` are the paths by which responses are counted. `open_paths` need no API key.
+    `routes` are the server's paths. Responses are counted for each of them; those for all other paths are counted
+    together. `open_paths` need no API key.
     """
 
     def __init__(
@@ -162,9 +164,10 @@ class RequestScope:
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether `path` is itself a route, although it begins with the root path.
+        """Return whether `path`, which begins with the proxy's prefix `root`, is a route with that beginning.
 
-        An example is /v1/models with the root path /v1.
+        An example is /v1/models with the prefix /v1. A path that only fits a route with parameters does not count if
+        it is also a route without the prefix.
         """
         if path in self._routes:
             return True
@@ -177,9 +180,11 @@ class RequestScope:
         return any(pattern.match(path) for pattern in self._patterns)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
-        """Return the error for a missing or wrong API key, or None. Stores the key's digest and rights in `scope`.
+        """Check the request's API key. Return the error for a missing or wrong key, or None.
 
-        The key is compared with every valid key in constant time, so that timing reveals nothing.
+        Also store in `scope["state"]` the key's digest, and whether it is an admin key. Nothing is checked or stored
+        for open paths, or if the server has no keys. The given key is compared with every valid key in constant time,
+        so that timing reveals nothing.
         """
         if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None

@@ -1,4 +1,4 @@
-"""/v1/models, and the server's description and state: /version, /health, /ping, /ready, /load."""
+"""The endpoints /v1/models, /version, /health, /ping, /ready and /load: the server's models, version and state."""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ MOST_PARTS, LONGEST_HEAD = 64, 4096
 
 
 def parts_of(content_type: str, body: bytes) -> dict[str, list[bytes]]:
-    """Return the contents of a form's parts by their names, in order.
+    """Return the contents of a form's parts by field name. Parts with the same name stay in the form's order.
 
-    Raises ApiError 415 for a body of another type, and 400 for a damaged form or too many parts.
+    `content_type` is the header of that name. Raises ApiError 415 if it is not multipart/form-data, and 400 for a
+    damaged form or too many parts.
     """
     kind = _parameters(content_type)
     if kind.get_content_type() != "multipart/form-data":
@@ -37,7 +38,7 @@ def parts_of(content_type: str, body: bytes) -> dict[str, list[bytes]]:
 
 
 def _name(head: bytes) -> str:
-    """Return the name of the field that a part belongs to, from the part's head."""
+    """Return the field name in a part's head. Raises ApiError 400 if there is none."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
@@ -48,7 +49,10 @@ def _name(head: bytes) -> str:
 
 
 def _parameters(value: str) -> Message:
-    """Return an email message with a header's value as content type; the message's methods parse the parameters."""
+    """Return an email message whose content type is a header's value, to parse the value's parameters.
+
+    A value without a slash, such as `form-data; name="file"`, gets the prefix form/.
+    """
     message = Message()
     message["content-type"] = value.strip() if "/" in value.partition(";")[0] else f"form/{value.strip()}"
     return message

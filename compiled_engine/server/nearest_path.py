@@ -23,9 +23,10 @@ OF_OTHER_SERVERS = {
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
-    """Return the path in `known` that the client may have meant, or None.
+    """Return the path in `known` that a client which asked for `path` may have meant, or None.
 
-    The result is the counterpart here of another server's path, or differs from `path` by a prefix.
+    The result is the counterpart of another server's path (OF_OTHER_SERVERS). Otherwise it is `path` without a
+    superfluous prefix, or with the missing prefix /v1; of several such paths, the longest.
     """
     bare = path.rstrip("/")
     if (other := OF_OTHER_SERVERS.get(bare)) in known:

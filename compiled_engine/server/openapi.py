@@ -65,7 +65,7 @@ OF_BODIES = (400, 404, 408, 413, 415, 503)
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the API: a method of a path."""
+    """An operation of the API: an HTTP method of a path, with its types and errors."""
 
     path: str
     method: str
@@ -123,7 +123,7 @@ async def openapi(request: Request) -> Response:
 
 
 def document(serving: Serving) -> dict[str, Any]:
-    """Return the OpenAPI document, with bounds from the server's options and model."""
+    """Return the OpenAPI document. Its schemas have the bounds that the server's options and model set."""
     from compiled_engine import __version__
 
     types = {
@@ -351,7 +351,7 @@ WHITESPACE = {
 
 
 def _form(name: str) -> dict[str, Any]:
-    """Return the schema of structured_outputs that requires the field `name` and forbids the other formats' fields."""
+    """Return a schema of structured_outputs that requires the format `name` and forbids all other formats."""
     fields = {**ABSENT, **WHITESPACE, name: FORMS[name]}
     return {"type": "object", "required": [name], "properties": fields, "additionalProperties": False}
 
@@ -380,9 +380,9 @@ def bound_forms(request: dict[str, Any]) -> None:
 
 
 def tool_choices(*, has_tools: bool) -> dict[str, Any]:
-    """Return the schema of tool_choice.
+    """Return the JSON schema of the field tool_choice.
 
-    If `has_tools` is false, the schema does not allow the choices that require a call.
+    If `has_tools` is false, the schema allows only "auto", "none" and null, which do not require a call.
     """
     choices: dict[str, Any] = {"enum": ["auto", "none", None]}
     if not has_tools:

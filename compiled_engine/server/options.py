@@ -37,9 +37,9 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 
 
 def template_variables(name: str, value: Any) -> dict[str, Any]:
-    """Return variables of the chat template. `value` is a mapping, or a JSON object as text.
+    """Return the variables of the chat template that an option sets. `value`: a mapping, or a JSON object as text.
 
-    Raises TypeError or ValueError, with the option's `name`, for an invalid value.
+    Raises TypeError or ValueError, with the option's `name`, for an invalid value or for a variable in SETTINGS.
     """
     variables = read_mapping(name, value)
     if taken := sorted(SETTINGS & variables.keys()):
@@ -64,7 +64,11 @@ ORIGINS = a_list(
 
 
 def transfer_config(name: str, value: Any) -> dict[str, Any]:
-    """Read how weights are transferred: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
+    """Return the configuration of weight transfers, as a dict whose only key is "backend".
+
+    `value` is a mapping, or a JSON object as text. Raises TypeError or ValueError, with the option's `name`, for an
+    invalid value.
+    """
     config = dict(read_mapping(name, value))
     if config.get("backend") not in BACKENDS or len(config) > 1:
         raise ValueError(f'{name} is {config!r}; allowed: {{"backend": BACKEND}}, with {", ".join(BACKENDS)}')

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /classify and /pooling: texts in, vectors or probabilities out."""
+"""The endpoints /v1/embeddings, /classify and /pooling, which return vectors or probabilities for texts."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ def _with_values(
 ) -> Reply:
     """Return the response `answer` with an item of the type `kind` for each output.
 
-    name: the item's field that gets the values of its output. fields: the request, which says how values are encoded.
+    name: the field of the item that gets the output's values. fields: the request, which says how values are encoded.
+    ignored: warnings, which a header of the response lists.
     """
 
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:
@@ -203,7 +204,11 @@ def _with_values(
 def _listed(
     answer: PoolingAnswer, items: Iterable[Iterable[bytes]], outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """Return the response `answer` with these items in its last field, `data`. An item is JSON in parts."""
+    """Return the response `answer` with these items in its last field, `data`.
+
+    items: each is JSON in parts. outputs: the results that the items are made from. ignored: warnings, which a header
+    of the response lists.
+    """
 
     def parts() -> Iterator[bytes]:
         yield msgspec.json.encode(answer).removesuffix(b"]}")
@@ -218,9 +223,9 @@ def _listed(
 
 
 async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, Sequence[Any], Any, list[str]]:
-    """Pool a request's texts. `kind` is the type of its body.
+    """Read a request body of the type `kind`, and pool its texts. See `encoded` for `task`.
 
-    Returns the fields of the request, the results, the fields that all responses have, and the warnings.
+    Returns the body, the results, the fields that all responses have, and the warnings. Raises ApiError.
     """
     fields, ignored = await read_body(request, serving_of(request), kind, REFUSED_HERE)
     outputs, answer = await encoded(request, fields, task)
@@ -230,9 +235,11 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
 async def encoded(
     request: Request, fields: Any, task: str | None, **names: str
 ) -> tuple[Sequence[PoolingRequestOutput[PoolingOutput]], dict[str, Any]]:
-    """Return a result for each text of a request, and the fields that all responses have.
+    """Pool the texts of a request. Return the result of each text, and the fields that all responses have.
 
-    `names` maps the names of parameters to the request's field names, where they differ. Raises ApiError.
+    fields: the request's body. task: the pooling task; None for the task that the body names or, without one, for the
+    model's own. names: names of the engine's parameters -> names of the body's fields, where they differ. Raises
+    ApiError, and ClientDisconnect if the client disconnects.
     """
     serving = serving_of(request)
     model = serving.model(fields.model)
@@ -263,7 +270,7 @@ async def encoded(
 
 
 async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
-    """Return the prompt that the chat template makes of the messages. Raises ApiError 400 for invalid fields."""
+    """Return the prompt that the chat template makes of `fields.messages`. Raises ApiError 400 for invalid fields."""
     assert fields.messages is not None
     for name in ("input", "prompt_name"):
         require_absent(name, getattr(fields, name), "where there are messages")
@@ -330,7 +337,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
 def answer_of(
     serving: Serving, model: str, outputs: Sequence[PoolingRequestOutput[Any]], prefix: str
 ) -> dict[str, Any]:
-    """Return the fields of PoolingAnswer by name. `prefix` begins the id."""
+    """Return the fields of PoolingAnswer by name, for the results `outputs`. `prefix` begins the id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "created": serving.now(),
@@ -340,14 +347,14 @@ def answer_of(
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
-    """Return the token counts of all results."""
+    """Return the token counts over all results."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = PromptTokensDetails(sum(output.num_cached_tokens or 0 for output in outputs))
     return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 
 
 def values_as_json(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
-    """Yield the values as JSON, in parts: a list, or a string with base64 of little-endian float32."""
+    """Yield the values as JSON, in parts. The JSON is a list or, with base64, a string of little-endian float32."""
     if encoding == "base64":
         data = values.astype("<f4").tobytes()
         size = 3 * VALUES_AT_ONCE  # multiples of three bytes need no padding

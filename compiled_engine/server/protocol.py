@@ -50,7 +50,10 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class UsageCounter:
-    """Sums the usage of "delta" and "final" outputs. Each prompt counts once, whatever its number of completions."""
+    """Sums the token counts of a request's outputs, whose output kind is "delta" or "final".
+
+    The tokens of each prompt count once, whatever its number of completions.
+    """
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
@@ -281,9 +284,10 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """Return the prompts in a request's field `name`.
+    """Return the prompts in a request field: a list of texts, or a list of lists of token ids.
 
-    Raises ApiError 400 for an invalid prompt, and for more than `most` prompts.
+    `prompt` is the field's value, `name` its name. Raises ApiError 400 for an invalid prompt, and for more than `most`
+    prompts.
     """
     if isinstance(prompt, str):
         return [prompt]

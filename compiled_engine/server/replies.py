@@ -52,7 +52,7 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 
 class PieceStream:
-    """A response whose body is sent piece by piece. If the client disconnects, the generator is closed.
+    """A response 200 whose body is sent piece by piece. If the client disconnects, the generator `pieces` is closed.
 
     While the client reads slowly, the generator waits. It may then yield more in one piece.
     """
@@ -108,7 +108,7 @@ LONG_BODY = 16 << 10
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body, which is not decoded.
+    """Return the request's JSON body as bytes, not decoded.
 
     Raises ApiError 413 for too many bytes, 415 for a content type other than JSON; ClientDisconnect if the client
     disconnects.
@@ -120,7 +120,11 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
 
 
 def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises ApiError 400 for anything else, or if it exceeds the bounds."""
+    """Return the JSON object in the body.
+
+    Raises ApiError 400 for anything else, and for JSON that is nested deeper than `max_depth` or has more than
+    `max_values` values.
+    """
     check_size(body, max_depth, max_values)
     return _parsed(body)
 
@@ -154,7 +158,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_bytes(request: Request, serving: Serving) -> bytes:
-    """Return the request's body, of any content type. Raises ApiError 408 or 413; ClientDisconnect as `read_json`."""
+    """Return the request's body, of any content type.
+
+    Raises ApiError 408 if the body arrives too late, 413 if it is too large; ClientDisconnect if the client
+    disconnects.
+    """
     limits = serving.options.limits
     try:
         async with asyncio.timeout(limits.receive_timeout):
@@ -176,9 +184,9 @@ async def read_body(
     refused: dict[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Fields, list[str]]:
-    """Return the request's body as a `kind`, and a warning for each ignored field.
+    """Return the request's JSON body as a `kind`, and a warning for each ignored field.
 
-    See `read_request` for `refused` and `habits`. Raises ApiError.
+    See `read_request` for `refused` and `habits`. Raises ApiError, and ClientDisconnect if the client disconnects.
     """
     limits = serving.options.limits
     try:
@@ -220,7 +228,10 @@ def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
 
 
 def long_json_response(parts: Iterable[bytes], ignored: Sequence[str] = ()) -> PieceStream:
-    """Return a response 200 with JSON that is encoded while it is sent. Each part must be quick to make."""
+    """Return a response 200 with JSON that is encoded while it is sent.
+
+    parts: the encoded JSON in parts, each quick to make. ignored: warnings, which a header of the response lists.
+    """
     return PieceStream(_in_pieces(parts), {"content-type": "application/json", **warned(ignored)})
 
 
@@ -241,7 +252,7 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 def warned(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header with the warnings `ignored`, or no header if there are none."""
+    """Return the header WARNING_HEADER with the warnings `ignored`, as a dict; an empty dict without warnings."""
     text = "; ".join(ignored)[:LONGEST_HEADER]
     printable = "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
     return {WARNING_HEADER: printable} if ignored else {}

@@ -30,7 +30,7 @@ HABITS = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """An unsupported field that would change the answer if it had an effect."""
+    """An unsupported request field. It is refused, not ignored, since the client expects it to change the answer."""
 
     instead: str  # the alternative or the reason; empty if the name says it
     asks_nothing: tuple[Any, ...] = ()  # values that have no effect and are accepted
@@ -111,9 +111,9 @@ def read_request(
 
 
 def convert(values: Any, kind: type[Request], within: str = "") -> Request:
-    """Convert `values` to a `kind`.
+    """Convert `values`, decoded JSON, to a `kind`. Floats such as 1.0 are accepted as integers.
 
-    Raises ApiError 400 with the field, after the prefix `within`, and what is allowed.
+    Raises ApiError 400 with the name of an invalid field, after the prefix `within`, and with what is allowed.
     """
     try:
         return msgspec.convert(values, kind)
@@ -128,7 +128,10 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
 
 
 def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within: str) -> ApiError:
-    """Return an ApiError 400 for msgspec's error, with the field and its value."""
+    """Return an ApiError 400 for msgspec's error, with the field, its value and what is allowed.
+
+    `values` and `kind` are what was to be converted. `within` is the prefix of field names.
+    """
     text, _, path = str(error).partition(" - at `")
     path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
     if missing := re.search(r"missing required field `(\w+)`", text):
@@ -153,7 +156,10 @@ def _texts_at(kind: type[Any], path: str) -> list[str]:
 
 
 def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """Return the types of a struct's field `name`, or of a list's items."""
+    """Return the types of a struct's field `name`, or of a list's items. A union becomes its members.
+
+    Returns an empty list for any other type.
+    """
     if isinstance(kind, inspect.StructType) and name == kind.tag_field:
         inner: list[inspect.Type] = [inspect.LiteralType((str(kind.tag),))]
     elif isinstance(kind, inspect.StructType):
@@ -183,7 +189,10 @@ def refuse(name: str, value: Any, field: Refused) -> None:
 
 
 def _settle(name: str, value: Any) -> list[str]:
-    """Handle a sampling parameter that only other engines have. Return warnings, or raise ApiError 400."""
+    """Check a sampling parameter that only other engines have.
+
+    Returns warnings if the parameter is ignored. Raises ApiError 400 if its value is not supported.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -194,7 +203,7 @@ def _settle(name: str, value: Any) -> list[str]:
 
 
 def _at(values: Any, path: str) -> Any:
-    """Return the value at a path such as messages[0].role, or `...` if the path matches several or none."""
+    """Return the value at a path such as messages[0].role; Ellipsis if the path matches several values or none."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         try:
             values = values[key] if key else values[int(index)]

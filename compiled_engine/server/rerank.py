@@ -146,7 +146,11 @@ async def rerank(request: Request) -> Response:
 async def _scores(
     request: Request, fields: Any, queries: list[str], documents: list[str], names: tuple[str, str]
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each pair. `names` are the request fields of the texts."""
+    """Score each document with its query, or with the only query. Return the scores in the order of the documents.
+
+    `names` are the request fields of queries and documents, for errors. Raises ApiError, also if the numbers of texts
+    do not match.
+    """
     serving = serving_of(request)
     allowed = f"one, or one for each of the {len(documents)} {names[1]}"
     require(len(queries) in (1, len(documents)), names[0], allowed, len(queries))
@@ -165,7 +169,10 @@ async def _scores(
 
 
 def _names(fields: ScoreRequest) -> tuple[str, str]:
-    """Return the pair of fields in use. Raises ApiError 400 for fields of different pairs."""
+    """Return the names of the two fields with texts, which are one of PAIRS.
+
+    Raises ApiError 400 if fields of different pairs are given.
+    """
     given = {name for pair in PAIRS for name in pair if getattr(fields, name) is not None}
     names = max(PAIRS, key=lambda pair: len(given.intersection(pair)))
     if others := sorted(given.difference(names)):
@@ -175,7 +182,10 @@ def _names(fields: ScoreRequest) -> tuple[str, str]:
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:
-    """Return the texts in the field `name`. Raises ApiError 400 if there are none or too many."""
+    """Return the texts in the field `name`, whose value is `given`: a string or a list of strings.
+
+    Raises ApiError 400 for another value, and if there are no texts or too many.
+    """
     texts = [given] if isinstance(given, str) else given
     are_texts = isinstance(texts, list) and len(texts) > 0 and all(isinstance(text, str) for text in texts)
     require(are_texts, name, "a string or a list of strings", given)

@@ -65,7 +65,8 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
     """Convert `given`, the request field `input`, to messages. `instructions` becomes a system message.
 
     A call becomes part of the assistant's message before it, or of a new one. Reasoning becomes part of the assistant's
-    message after it; without one, it is dropped. Raises ApiError 400 with the invalid item.
+    message or call that follows directly; if anything else follows, the reasoning is dropped. Raises ApiError 400 with
+    the invalid item.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
@@ -96,7 +97,7 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
 
 
 def tools_of(given: list[dict[str, Any]] | None, ignored: list[str]) -> list[Tool] | None:
-    """Return the functions among the tools, or None.
+    """Return the functions among the tools `given`, or None if there are none.
 
     A tool of another type is ignored with a warning in `ignored`, since the model need not call it.
     """
@@ -139,7 +140,10 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
 
 
 def _content(where: str, content: Any) -> str | list[Part]:
-    """Return a message's content as text, or as a list of parts if it has images."""
+    """Return a message's content as text, or as a list of parts if it has images.
+
+    Raises ApiError 400 for invalid content. `where` is the content's place in the request, for errors.
+    """
     kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     if "input_image" not in kinds:
         return _text(where, content)
@@ -156,7 +160,10 @@ def _content(where: str, content: Any) -> str | list[Part]:
 
 
 def _text(where: str, content: Any) -> str:
-    """Return `content` if it is text. Otherwise it is a list of parts, whose texts are joined with line breaks."""
+    """Return the text of `content`: a string, or a list of parts, whose texts are joined with line breaks.
+
+    Refusals are left out. Raises ApiError 400 for anything else. `where` is the content's place in the request.
+    """
     if isinstance(content, str):
         return content
     require(isinstance(content, list), where, "a string or a list of parts", content)
@@ -202,7 +209,7 @@ async def responses(request: Request) -> Reply:
 
 
 def as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
-    """Convert the request to a chat request. A warning is added to `ignored` for each part without effect.
+    """Convert the request to a chat request. Add a warning to `ignored` for each part of it that has no effect.
 
     Raises ApiError 400 for unsupported values.
     """
@@ -341,7 +348,7 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=self.response)
 
     def piece(self, piece: Piece, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
-        """Yield the stream events for a piece of the answer. `logprobs` belong to the piece's text."""
+        """Add a piece of the answer to the response, and yield its events. `logprobs` belong to the piece's text."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, MessageItem):
@@ -368,7 +375,7 @@ class ResponseEvents:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def end(self, usage: ResponseUsage, finish_reason: str | None) -> Iterator[Event]:
-        """Yield the events that end the response."""
+        """Complete the response with its usage and status, and yield the events that end it."""
         cut = finish_reason in ("length", "abort")  # a pause has ended it
         yield from self._close("incomplete" if cut else "completed")
         self.response.usage = usage
@@ -378,7 +385,7 @@ class ResponseEvents:
         yield self._event(f"response.{self.response.status}", response=self.response)
 
     def fail(self, code: str, message: str) -> Event:
-        """Return the final event of a failed response."""
+        """Mark the response as failed with this error, and return its final event."""
         self.response.status = "failed"
         self.response.error = ResponseError(code, message)
         return self._event("response.failed", response=self.response)

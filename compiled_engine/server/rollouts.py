@@ -27,7 +27,7 @@ WHAT = "changing the engine"
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """Parameters of the process group of a trainer, which is rank 0 and hosts the store. The engine joins the group."""
+    """Parameters of a trainer's process group, which the engine joins. The trainer is rank 0 and hosts the store."""
 
     master_address: str
     master_port: int
@@ -151,7 +151,7 @@ async def get_world_size(request: Request) -> Response:
 
 
 def world_size(serving: Serving, *, replicas: bool = True) -> int:
-    """Return the number of the engine's ranks; without `replicas`, the ranks of one replica."""
+    """Return the number of ranks of all replicas or, if `replicas` is false, of one replica."""
     parallel = serving.engine.config.parallel
     return parallel.devices_per_replica * (parallel.data_parallel_size if replicas else 1)
 
@@ -288,7 +288,10 @@ def _allowed(request: Request) -> Serving:
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:
-    """Return the request's body. A missing body counts as one without fields. Raises ApiError."""
+    """Return the request's body as a `kind`. A missing body counts as one without fields.
+
+    Raises ApiError, also if the request may not change the engine.
+    """
     serving = _allowed(request)
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         try:
@@ -300,7 +303,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
 
 
 def _switch(request: Request, name: str, default: bool) -> bool:
-    """Return the boolean `name` of the query string. Raises ApiError 400 for another value."""
+    """Return the boolean `name` of the query string, by default `default`. Raises ApiError 400 for another value."""
     value = request.query_params.get(name, str(default)).lower()
     require(value in ("true", "false", "1", "0"), name, "true or false", value)
     return value in ("true", "1")

@@ -33,7 +33,10 @@ BACKLOG = 2048
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Return the server's socket, bound but not listening. Raises OSError with the address if it is not available."""
+    """Return the server's socket, bound but not listening. Raises OSError with the address if it is not available.
+
+    Log a warning if other machines or all web pages can use the server without an API key.
+    """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
         log.warning("any client that can reach %s may use this server: it requires no API key", options.host)
@@ -183,7 +186,7 @@ async def _end_with_others(others: ApiServers, server: Server) -> str:
 
 
 def address(options: ServerOptions, bound: socket.socket) -> str:
-    """Return the server's URL."""
+    """Return the server's URL, with the address and port of the socket `bound`."""
     host, port = bound.getsockname()[:2]
     scheme = "http" if options.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -62,7 +62,7 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "boolean": bool, "stri
 
 
 def request_type(schema: JsonSchema) -> Any:
-    """Return the type of a request field with this JSON schema."""
+    """Return the Python type, with msgspec's bounds, of a request field with this JSON schema."""
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]  # type: ignore[misc]
     if "anyOf" in schema:
@@ -105,10 +105,10 @@ else:
 def sampling_params(
     fields: SamplingFields, defaults: SamplingParams, limits: Limits, longest: int, **more: Any
 ) -> SamplingParams:
-    """Return the defaults updated with the request's fields.
+    """Return the sampling parameters of a request: `defaults`, updated with the request's fields.
 
     `longest` is the largest number of tokens that an answer may have. The parameters in `more` replace the request's.
-    Raises ApiError 400 with the field.
+    Raises ApiError 400 with the name of an invalid field.
     """
     check_bounds(fields, limits, longest, more.get("logprobs"))
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more
@@ -153,7 +153,10 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
 
 
 def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized | None, int, str]]:
-    """Yield each bounded field's name, its items, their largest allowed number, and the items' unit."""
+    """Yield (name, items, largest allowed number of items, unit of the items) for each bound on a field.
+
+    The items of a stop string or bad word are its characters; the items of a bad word of token ids are the ids.
+    """
     most, longest = limits.max_token_list, limits.max_stop_length
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     yield "stop", stops, limits.max_stop, "strings"

@@ -81,10 +81,10 @@ class Admission:
 
 
 class ImageGate:
-    """Bounds the images that are processed at once in this process. Prompts wait until there is room, in order.
+    """Bounds the images that are processed at once in this process. Prompts wait in order until there is room.
 
-    most: bytes that the model's processor may make of these images; also the bytes of the URLs of all prompts here,
-    beyond which a prompt is refused.
+    most: largest size in bytes of the processed images of all prompts that are being processed. It also bounds the
+    bytes of the image URLs of all admitted and waiting prompts; a prompt beyond that is refused.
     """
 
     def __init__(self, most: int = MOST_WAITING) -> None:
@@ -94,10 +94,11 @@ class ImageGate:
 
     @asynccontextmanager
     async def admit(self, urls: int, size: int) -> AsyncIterator[None]:
-        """Count a prompt within the block, which begins when there is room.
+        """Wait until there is room for a prompt's images, and count the prompt within the block.
 
-        urls: bytes of the prompt's URLs. size: most bytes of its processed images. A prompt alone always has room.
-        Raises ApiError 503 if the URLs exceed the bound and there are other prompts.
+        urls: bytes of the prompt's image URLs. size: largest possible size of its processed images, in bytes. If there
+        are no other prompts, there is always room. Raises ApiError 503 if the URLs exceed the bound and there are other
+        prompts.
         """
         if self._urls and self._urls + urls > self.most:
             raise ApiError(
@@ -144,13 +145,13 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)  # set when the server stops accepting requests
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling parameters. `max_tokens` is its max_new_tokens, or None if it has none."""
+        """Return the checkpoint's sampling parameters. `max_tokens` is the checkpoint's max_new_tokens or None."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
 
     def now(self) -> int:
-        """Return seconds since 1970, for answers."""
+        """Return the current time in whole seconds since 1970, for answers."""
         return int(time.time())
 
     @property
@@ -187,7 +188,7 @@ class Serving:
         return self.adapters.get(self.model(requested))
 
     def check_text(self, text: str, params: SamplingParams, field: str) -> None:
-        """Raise ApiError 400 for a text that is certainly too long, without tokenising it."""
+        """Raise ApiError 400 if a prompt is certainly too long, without tokenising it. `field` is its request field."""
         try:
             check_text(field, text, params, self.tokenizer(), self.engine.limits)
         except ValueError as error:

@@ -17,10 +17,10 @@ _IN_MEMORY = Path("/dev/shm")
 class SharedFigures:
     """Rows of float64 in an anonymous shared file, one for each API process.
 
-    The argument `own` is the number of this process's row; the attribute `own` is the row. A process writes to the row
-    of another process only after that process has ended. `descriptor` is the file's if another process created it. All
-    processes must reserve the same columns in the same order. If a process is replaced, the new process continues the
-    counts of its row.
+    The argument `own` is the number of this process's row; the attribute `own` is the row. The argument `descriptor` is
+    the file's descriptor if another process has created the file; with None, a new file is created. A process writes to
+    the row of another process only after that process has ended. All processes must reserve the same columns in the
+    same order. A process that replaces another continues the counts in the row of the other.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:
@@ -32,7 +32,7 @@ class SharedFigures:
         self._reserved = 0
 
     def reserve(self, columns: int) -> int:
-        """Reserve this many columns. Return the number of the first."""
+        """Reserve this many adjacent columns. Return the number of the first of them."""
         first = self._reserved
         self._reserved += columns
         assert self._reserved <= _COLUMNS
@@ -47,20 +47,20 @@ class SharedFigures:
         return [self.total(column) for column in columns]
 
     def of_others(self, column: int) -> list[float]:
-        """Return a column's value in each other process."""
+        """Return a column's values in the rows of all other processes."""
         return [row[column] for row in self._rows if row is not self.own]
 
     def forget(self, number: int, column: int) -> None:
-        """Reset a column of a process that has ended."""
+        """Reset a column to 0 in row `number`, whose process has ended."""
         self._rows[number][column] = 0.0
 
     def of(self, number: int, column: int) -> float:
-        """Return a column's value in one process."""
+        """Return a column's value in row `number`."""
         return self._rows[number][column]
 
 
 def _make_file(size: int) -> int:
-    """Return the descriptor of a file without a name that has `size` zero bytes."""
+    """Create a file without a name, of `size` zero bytes, if possible in memory. Return its descriptor."""
     descriptor, path = tempfile.mkstemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
     os.unlink(path)
     os.truncate(descriptor, size)

@@ -86,7 +86,7 @@ async def _answer(request: Request, task: str) -> Reply:
 
 
 def _form(parts: Mapping[str, list[bytes]]) -> dict[str, bytes]:
-    """Return the fields by name. Raises ApiError 400 for unknown, refused or repeated ones."""
+    """Return the values of a form's fields by name. Raises ApiError 400 for unknown, refused or repeated fields."""
     for name, values in parts.items():
         if name in REFUSED and values not in ([b"false"], [b""]):
             raise bad_request(name, f"{name} must be absent, {REFUSED[name]}")
@@ -115,7 +115,10 @@ def _streams(fields: Mapping[str, str]) -> bool:
 async def _work(
     serving: Serving, file: bytes, task: str, fields: Mapping[str, str], *, timestamps: bool
 ) -> Transcribing:
-    """Read the audio file in a thread, and return the work of its transcription. Raises ApiError 400."""
+    """Read the audio file in a thread, and return its transcription, which is still to be run.
+
+    timestamps: whether segments get times. Raises ApiError 400 for an unreadable file or an invalid field.
+    """
     speech = serving.engine.features.speech
     try:
         temperature = float(fields["temperature"]) if fields.get("temperature") else None
@@ -131,7 +134,10 @@ async def _work(
 async def _events(
     work: Transcribing, run_one: Callable[[Asked], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an event for the text of each window, and one for the whole text."""
+    """Run a transcription. Yield an event for the new text of each window, and one for the whole text.
+
+    run_one: runs one request on the engine.
+    """
     language, text, sent = await decoded(work.detecting, run_one), "", ""
     async with aclosing(stream(work, language, run_one)) as parts:
         async for part in parts:

@@ -40,7 +40,7 @@ class AllowedPages:
         return read_origin(origin) in self._origins
 
     def headers(self, origin: bytes | None) -> list[Header]:
-        """Return the CORS headers for a request's origin. There are none if the server allows no origin."""
+        """Return the CORS headers of a response to a request from `origin`; none if the server allows no origins."""
         if self.has_all:
             return [(b"access-control-allow-origin", b"*"), _EXPOSED]
         if not self._origins:
@@ -51,9 +51,9 @@ class AllowedPages:
         return [vary, (b"access-control-allow-origin", origin), _EXPOSED]
 
     def preflight(self, scope: Scope) -> Response | None:
-        """Return the answer to a preflight request of an allowed page, otherwise None.
+        """Return the answer if the request is a CORS preflight of an allowed page, otherwise None.
 
-        Preflights need no API key, since browsers send none with them.
+        Preflights need no API key, since browsers never send one with them.
         """
         given = dict(scope["headers"])
         origin = given.get(b"origin", b"").decode("latin-1")

@@ -27,7 +27,7 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Candidates:
-    """Functions that list the tiles to measure for a case, by the kernel that takes them."""
+    """Functions that list the tiles to measure for a case, one function for each kind of kernel."""
 
     small: Callable[[LinearCase], list[Tiles]]
     hopper: Callable[[LinearCase], list[HopperTiles]]
@@ -35,7 +35,7 @@ class Candidates:
 
 
 def all_candidates(num_sms: int) -> Candidates:
-    """Return the candidates of a thorough search. num_sms: the GPU's multiprocessors."""
+    """Return the candidates of a thorough search. num_sms: number of the GPU's multiprocessors."""
     return Candidates(small_candidates, hopper_candidates, lambda case: product_candidates(case, num_sms))
 
 
@@ -71,7 +71,8 @@ def likely(case: LinearCase, tiles: Sequence[AnyTiles], measured: Iterator[Faste
     """Return at most FEW of the tiles, sorted by their distance to the nearest tiles that were measured as fastest.
 
     The distance is the number of fields that differ, plus the binary logarithms of the ratios of rows and of columns:
-    tiles of a weight twice as large count as much as tiles that differ in one field.
+    tiles of a weight twice as large count as much as tiles that differ in one field. measured: the fastest tiles of
+    measured weights.
     """
     known = [(_distance(case, each), astuple(each.tiles)) for each in measured]
 

@@ -32,7 +32,7 @@ def launches(
 
 @torch.inference_mode()
 def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
-    """Compile and load the kernels that these functions launch, without launching them.
+    """Compile and load the kernels that the functions in `many` launch, without launching them.
 
     Kernels that cannot be built are skipped.
     """

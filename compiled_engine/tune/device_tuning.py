@@ -50,7 +50,7 @@ class MeasuredProfile:
     linears: tuple[TunedLinear, ...]
     hopper_linears: tuple[TunedLinear, ...] = ()
     hopper_products: tuple[TunedLinear, ...] = ()
-    # Names of LISTS with measured cases. A case that its list lacks is faster with another kernel.
+    # (name in LISTS, key) of each measured case. A measured case that is not in its list is faster with another kernel.
     measured: frozenset[tuple[str, LinearKey]] = frozenset()
 
     def as_record(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _candidates(device: str, *, quick: bool) -> Candidates:
 
 @dataclass(frozen=True)
 class _Cases:
-    """Linears to tune for one rank of a model, by the kernel that computes them."""
+    """Linears to tune for one rank of a model: a list for each kind of kernel."""
 
     small: Sequence[LinearCase]
     hopper: Sequence[LinearCase]
@@ -128,7 +128,7 @@ def _cases(linears: Sequence[LinearCase]) -> _Cases:
 
 @dataclass
 class _Found:
-    """The measurements so far, of which `profile` makes the device's profile."""
+    """The measurements so far. `profile` returns them as the device's profile."""
 
     device: str
     # By name of the list in the profile, then by key.

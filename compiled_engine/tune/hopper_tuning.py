@@ -46,7 +46,7 @@ Listed = Callable[[LinearCase], Sequence[HopperTiles]]
 
 
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Return the linears that may use the kernel, at each number of tokens.
+    """Return a case for each linear that may use the kernel for Hopper, and for each of TOKEN_BUCKETS.
 
     In small batches these are all linears, except the head for a single token; in larger batches, gated linears only.
     """
@@ -58,7 +58,7 @@ def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Return the tiles to measure. Kinds of tiles that were never fastest on an H200 are left out.
+    """Return the tiles to measure for a case. Kinds of tiles that were never fastest on an H200 are left out.
 
     A program takes either all of an SM's shared memory, or half of it, so that a program of the next kernel also fits.
     """
@@ -87,7 +87,7 @@ def hopper_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Lau
 def tune_hopper_linears(
     cases: Sequence[LinearCase], small: Iterable[TunedLinear], progress: Progress, listed: Listed
 ) -> Iterator[Outcome]:
-    """Yield the tiles of the cases for which the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
+    """Yield the outcome of each case: tiles if the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
 
     A case is measured with the norm before it. In small batches, the kernel is compared with the small-batch kernel and
     its tuned tiles, `small`. In larger batches it is compared with the library, at the fewest and the most tokens.

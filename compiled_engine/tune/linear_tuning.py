@@ -39,7 +39,7 @@ Listed = Callable[[LinearCase], Sequence[Tiles]]
 
 
 def candidates(case: LinearCase) -> list[Tiles]:
-    """Return the tiles to measure: they fit the registers and the shared memory of an SM.
+    """Return the tiles to measure for a case, all of which fit the registers and the shared memory of an SM.
 
     Kinds of tiles that were never fastest on an H200 are left out.
     """
@@ -104,8 +104,8 @@ def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
 def _in_registers(case: LinearCase) -> list[Tiles]:
     """Return tiles for up to eight tokens that read weights into registers, bypassing shared memory.
 
-    Steps divide the columns evenly. There are none for weights above WHOLE_AHEAD_BYTES, for which they were never
-    fastest.
+    Steps divide the columns evenly. The list is empty for weights above WHOLE_AHEAD_BYTES, for which such tiles were
+    never fastest.
     """
     found: list[Tiles] = []
     if case.num_rows * case.k * 2 > WHOLE_AHEAD_BYTES:
@@ -138,10 +138,10 @@ def linear_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Lau
 
 @torch.inference_mode()
 def tune_linears(cases: Sequence[LinearCase], progress: Progress, listed: Listed) -> Iterator[Sequence[Outcome]]:
-    """Yield the fastest correct tiles of the cases that are timed together, as soon as they are known.
+    """Yield the outcomes of cases that are timed together, with their fastest correct tiles, as soon as they are known.
 
-    Cases without a correct candidate, such as very small weights, have none: choose_tiles serves them. listed: returns
-    the candidates of a case.
+    A case without a correct candidate, such as a very small weight, gets no tiles; choose_tiles then chooses them when
+    the kernel runs. listed: returns the candidates of a case.
     """
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(listed(case)) for case in cases)) as advance:
@@ -176,7 +176,7 @@ def _linear(tiles: Tiles) -> Linear:
 
 
 def _right_candidates(case: LinearCase, pool: Sequence[Tiles], advance: Callable[[int], None]) -> list[Tiles]:
-    """Return the candidates whose results match the reference."""
+    """Return the candidates in `pool` whose results match the reference. advance: called with 1 for each candidate."""
     chain = Chain([case], layers=1)
 
     def counted() -> Iterator[Tiles]:

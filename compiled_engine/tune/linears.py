@@ -24,7 +24,7 @@ HEAD, LAYER = "head", "layer"
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A model's linear, inputs [num_tokens, k] times weight [num_rows, k], and the operations fused with it."""
+    """A model's linear, inputs [num_tokens, k] times weight [num_rows, k] transposed, and the ops fused with it."""
 
     name: str  # HEAD or LAYER
     num_tokens: int
@@ -78,10 +78,10 @@ class Outcome(NamedTuple):
 
 
 class Chain:
-    """Linears that each read the previous one's result, repeated over several layers with different random weights.
+    """Linears that each read the previous linear's result, repeated over layers with different random weights.
 
-    A linear for which that result is too narrow reads random inputs. layers: by default enough to fill WORKING_SET,
-    from 2 to 64, so that weights are not read from the L2 cache.
+    A linear for which the previous result is too narrow reads random inputs. layers: number of layers; by default from
+    2 to 64, if possible enough to fill WORKING_SET, so that weights are not read from the L2 cache.
     """
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):
@@ -118,9 +118,10 @@ class Chain:
         return x_TK
 
     def microseconds(self, linears: Sequence[Linear], repeats: int, sustained_ms: float = 0.0) -> float:
-        """Return the microseconds of one layer, the median of `repeats` runs.
+        """Return the microseconds of one layer: the median of `repeats` runs as a CUDA graph.
 
-        sustained_ms: milliseconds of untimed runs that precede the timed runs without a pause.
+        linears: the kernel for each case. sustained_ms: milliseconds of untimed runs that precede the timed runs
+        without a pause.
         """
         self.run(linears, 1)
         torch.cuda.synchronize()
@@ -134,7 +135,7 @@ class Chain:
 
 
 def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Return the milliseconds of each of `count` replays, after an untimed one. The host waits only for the last."""
+    """Return the milliseconds of each of `count` replays, after an untimed replay. The host waits only for the last."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for event in events:
         graph.replay()
@@ -146,7 +147,10 @@ def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 def right(
     chain: Chain, candidates: Iterable[AnyTiles], kernel: Callable[[AnyTiles], Linear], expected: torch.Tensor
 ) -> Iterator[AnyTiles]:
-    """Yield the candidates that fit this device and whose result for the chain's first layer is close to `expected`."""
+    """Yield the candidates that fit this device and whose result for the chain's first layer is close to `expected`.
+
+    kernel: returns the kernel with a candidate's tiles.
+    """
     for tiles in candidates:
         try:
             found = chain.run([kernel(tiles)], 1).float()

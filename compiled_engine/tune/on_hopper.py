@@ -1,4 +1,4 @@
-"""Tuning that all kernels for Hopper share.
+"""Tune kernels for Hopper: the code that is common to all of them.
 
 A candidate is timed if its results match those of the kernel that would run without it. The fastest candidate is taken
 if its gain is worthwhile.
@@ -63,9 +63,9 @@ class HopperKernel(Generic[AnyTiles]):
 
     @torch.inference_mode()
     def tune(self, cases: Sequence[LinearCase], progress: Progress) -> Iterator[Outcome]:
-        """Yield the best correct tiles of each case, None if the kernel is not worthwhile, as soon as they are known.
+        """Yield the outcome of each case as soon as it is known: the best correct tiles, or None if not worthwhile.
 
-        Nothing is measured if the device is not a Hopper GPU.
+        Nothing is measured or yielded if the device is not a Hopper GPU.
         """
         if not is_hopper():
             return

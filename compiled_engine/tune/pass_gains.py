@@ -58,7 +58,7 @@ class Gain:
 
 
 def variants(passes: Sequence[str]) -> list[Variant]:
-    """Return the variant with all passes, then one without each pass."""
+    """Return the variant with all passes, then for each pass a variant without it."""
     without = (Variant(f"without {name}", tuple(p for p in passes if p != name)) for name in passes)
     return [Variant(ALL, tuple(passes)), *without]
 
@@ -75,9 +75,10 @@ def measure(
 ) -> dict[str, list[Gain]]:
     """Measure the gains of each pass and return them by the pass's name.
 
-    There is one gain per token count at which the pass changes the compiled graph: the difference of the median times
-    without and with the pass, whose repeats are interleaved. In compile ranges for small batches, a step consists of
-    num_tokens decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
+    There is one gain per token count at which the pass changes the compiled graph. It is the difference of the median
+    times of a step without and with the pass; the `repeats` measurements of all variants are interleaved. In compile
+    ranges for small batches, a step consists of num_tokens decodes with CONTEXT tokens of context each. In other ranges
+    it is one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -142,7 +143,7 @@ def _step(
 
 
 def greedy(logits_RV: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-    """Run the engine's sampler at temperature 0; returns token ids [R]."""
+    """Run the engine's sampler at temperature 0 on the logits [R, V]. Return the sampled token ids, [R]."""
     on_gpu = logits_RV.device.type == "cuda"
     token_ids_R = torch.empty_like(inputs.seeds_R)
     sampling_operations(on_gpu).choose(
@@ -164,7 +165,7 @@ def _measure_steps(
     device: torch.device,
     progress: Progress,
 ) -> dict[str, list[float]]:
-    """Return microseconds per step for each variant, one number per repeat."""
+    """Return microseconds per step by the variant's name, one number per repeat. The repeats are interleaved."""
     with progress.stage(f"measure {num_tokens} tokens", total=len(steps)) as advance:
         timed = {}
         for name, step in steps.items():
@@ -178,7 +179,10 @@ def _measure_steps(
 
 
 def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
-    """Return each pass's gain from the samples of all variants. The noise is the range of samples with all passes."""
+    """Return the gain of each pass by its name. The noise is the range of the samples with all passes.
+
+    samples: microseconds per step by the variant's name.
+    """
     whole = samples[ALL]
     return {
         name.removeprefix("without "): Gain(
@@ -201,7 +205,7 @@ class StepInputs:
 
 
 def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decodes: bool) -> StepInputs:
-    """Make random inputs of a step.
+    """Return random inputs of a step.
 
     decodes: the step has num_tokens requests, each of which decodes token number `context`. Otherwise it has one prompt
     of num_tokens tokens.

@@ -1,7 +1,7 @@
 """Find the numbers of tokens for which `hopper_product` computes silu(gate) * up fastest, and its tiles there.
 
-It is compared with torch's linear followed by the kernel of silu_mul, and for few tokens with `hopper_linear` where
-that is tuned. Gate and up are one linear with a packed weight, a gated linear.
+`hopper_product` is compared with torch's linear followed by the kernel of silu_mul, and for few tokens with
+`hopper_linear` where that is tuned. Gate and up are one linear with a packed weight, a gated linear.
 """
 
 from __future__ import annotations
@@ -51,14 +51,18 @@ Listed = Callable[[LinearCase], Sequence[ProductTiles]]
 
 
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Return a case for each linear of gate and up and each range of token counts; MANY is beyond the last range."""
+    """Return a case for each linear of gate and up and each range of token counts.
+
+    A range is named by its last count. MANY names the range of all larger counts.
+    """
     return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
-    """Return the most promising tiles, at most CANDIDATES.
+    """Return the most promising tiles for a case, at most CANDIDATES, the best first.
 
-    These give the busiest multiprocessor the smallest area of the result to compute, and little to read for it.
+    The best tiles give the busiest multiprocessor the smallest area of the result to compute, and little to read for
+    it. num_sms: number of multiprocessors.
     """
     _, tokens = ends_of(case)
     found: list[tuple[float, ProductTiles]] = []
@@ -92,11 +96,11 @@ def product_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[La
 def tune_products(
     cases: Sequence[LinearCase], linears: Iterable[TunedLinear], progress: Progress, listed: Listed
 ) -> Iterator[Outcome]:
-    """Yield the tiles of the cases for which the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
+    """Yield the outcome of each case: tiles if `hopper_product` is worthwhile; see `HopperKernel.tune`.
 
-    The kernel is compared with the library at both ends of each bucket. linears: tiles that tune_hopper_linears found.
-    In buckets for few tokens, the kernel is compared with these linears instead, if they have tiles for the weight.
-    listed: returns the candidates of a case.
+    The kernel is compared with the library at both ends of each range of token counts. linears: the linears for which
+    tune_hopper_linears found tiles. In ranges for few tokens, the kernel is compared with `hopper_linear` instead, if
+    `linears` has tiles for the weight. listed: returns the candidates of a case.
     """
     rates = device_rates(torch.device("cuda"), torch.bfloat16)
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}

@@ -62,13 +62,16 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
     """Return whether the factor is the digest of a pass that only one set of factors has.
 
-    It need not be reported, since a factor of the config differs too: the list of passes, or the number of ranks.
+    Such a digest need not be reported: a factor of the config differs, too (the list of passes or the number of ranks).
     """
     return name.startswith("passes.") and any(name not in one for one in flat)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Return nested dicts as one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}.
+
+    prefix: put before each name.
+    """
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FACTORS = "factors.json"
-# Stands in an entry's files for the folder that it was built in.
+# Placeholder in an entry's files for the path of the folder in which the entry was built.
 _HERE = b"[HERE]"
 
 
@@ -57,9 +57,9 @@ def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> 
 
 
 def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file in an entry's manifest, after checking its digest.
+    """Yield the name and content of each file in an entry's manifest, after checking the file's digest.
 
-    Raises DamagedEntry for a file that differs from the manifest, and as `check_files` does.
+    Raises DamagedEntry for a file that differs from the manifest, and in the cases of `check_files`.
     """
     for name, digest in check_files(entry, uid).items():
         try:
@@ -72,7 +72,7 @@ def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
 
 
 def check_files(entry: Path, uid: int) -> dict[str, str]:
-    """Return the manifest: the digest of each file by name. Check which files there are, but not their content.
+    """Check which files an entry holds, but not their content, and return its manifest: file name -> digest.
 
     Raises DamagedEntry unless the entry holds exactly the manifest's files, as regular files in real folders (no links)
     owned by `uid`.

@@ -69,7 +69,7 @@ _INDUCTOR_HOOKS = (
     "post_grad_custom_pre_pass",
     "pre_grad_custom_pass",
 )
-# Settings and environment variables for output folders, workers and progress.
+# Settings and environment variables for output folders, workers and progress, which do not shape code.
 _SHAPES_NOTHING = (
     *("*path", "*dir", "*progress"),
     *("*_PATH", "*_DIR", "*LOG*", "*WORKER*", "*_COMPILE_THREADS", "*_TIMEOUT*", "MAST_HPC_JOB_NAME", "ROLE_RANK"),
@@ -219,8 +219,8 @@ def _shapes_code(name: str) -> bool:
 def _json_value(value: Any) -> Any:
     """Return a JSON value that stands for `value`, such as a compiler's setting, and is the same in every process.
 
-    Sets become sorted lists. A function becomes its qualified name, any other object that of its class, followed by the
-    result of its method `uuid`, if it has one.
+    Sets become sorted lists. A function becomes its qualified name; any other object becomes the qualified name of its
+    class. If the function or object has a method `uuid`, the result of `uuid` follows the name.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

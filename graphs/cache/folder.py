@@ -74,7 +74,7 @@ class CacheFolder:
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
-        """Return when an engine last found or built the entry, in seconds since the epoch."""
+        """Return the time at which an engine last found or built the entry, in seconds since the epoch."""
         try:
             return self._lock(key).stat().st_mtime
         except FileNotFoundError:
@@ -163,9 +163,9 @@ class CacheFolder:
 
 
 def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
-    """Return the cache in the folder `root`; create its folder if it does not exist.
+    """Return the cache in the subfolder ENTRIES of `root`; create the subfolder if it does not exist.
 
-    uid: the user who must own the folder; None: this process's user. Raises OSError with the reason if the folder
+    uid: the user who must own the subfolder; None: this process's user. Raises OSError with the reason if the subfolder
     cannot be created, or if other users could change it.
     """
     uid = os.geteuid() if uid is None else uid

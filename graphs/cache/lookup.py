@@ -77,7 +77,7 @@ def _look_up(
 ) -> Lookup:
     """Do the work of `find_or_build`, but raise DamagedEntry for an intact entry that cannot be loaded.
 
-    distrust: this error of an earlier attempt; the existing entry is then treated as damaged. None: the first attempt.
+    distrust: the DamagedEntry of an earlier attempt, after which the entry is treated as damaged; None: first attempt.
     """
     key = factors_key(factors)
     cache, why = None, SWITCHED_OFF

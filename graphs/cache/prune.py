@@ -33,12 +33,13 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Delete entries last used before `now - older_than_s`; then the least recently used until `max_bytes` suffice.
+    """Delete old entries, and others until the cache is small enough. Return the entries and folders deleted.
 
-    now: in seconds since the epoch. older_than_s, max_bytes: None for no limit. dry_run: delete nothing, and return
-    what would be deleted. Damaged entries and leftover work folders are deleted too. Keys whose lock another process
-    holds are skipped; their entries are returned with `removed` False if they should be deleted. Engines that run with
-    an entry are not affected, since they use a copy.
+    older_than_s: entries last used before `now - older_than_s` are deleted. max_bytes: then the least recently used
+    entries are deleted until all others together have at most this size. None: no limit. now: in seconds since the
+    epoch. dry_run: delete nothing, and return what would be deleted. Damaged entries and leftover work folders are
+    deleted, too. Keys whose lock another process holds are skipped; their entries are returned with `removed` False if
+    they should be deleted. Engines that run with an entry are not affected, since they use a copy.
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []

@@ -20,7 +20,7 @@ _FILES = "files"
 
 
 class WorkFolder:
-    """Creates an empty folder `path` in a new folder in `parent`, and deletes it on `close` or with this object.
+    """Creates an empty folder `path` in a new folder in `parent`, and deletes both on `close` or with this object.
 
     parent: None for the system's temporary folder. prefix: the beginning of the new folder's name. Raises OSError if
     the folder cannot be created.

@@ -173,7 +173,7 @@ def compile_pieces(
     """Write each piece to the entry `folder` in a form that can be loaded, and return a record of each.
 
     Pieces with nothing to fuse, and those whose keys are in `direct`, become generated Python. Inductor compiles all
-    others, in `workers` processes, or in this one as `compile_pool` says. pieces: the piece's JSON by key.
+    others, in `workers` processes, or in this process in the cases that `compile_pool` names. pieces: key -> JSON.
     """
     records = []
     for_inductor = []
@@ -201,7 +201,10 @@ def compile_pieces(
 
 
 def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> TracedGraph:
-    """Return the traced graph of the model's callable with one rank's shapes; record how its parameters are sharded."""
+    """Return the traced graph of a callable with one rank's shapes, and record in it how parameters are sharded.
+
+    model: the model with one rank's shapes. signature: declares the callable.
+    """
     traced = trace(model, signature, strict=config.compile.strict, verify=config.compile.verify)
     describe_shards(traced.module.graph, shards_of(config))
     return traced
@@ -223,7 +226,7 @@ def trace_whole(
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """Run the passes on a copy of the graph for one range. Returns the graph, ready to be split, and the reports.
+    """Run the passes on a copy of the traced graph for one range, and return the graph, ready to be split, and reports.
 
     On a CPU fused ops are then decomposed for Inductor, except in direct callables, in small ranges that C++ kernels
     serve, and in batch-invariant engines. whole: result of `trace_whole`.
@@ -239,7 +242,7 @@ def apply_passes(
 def fuse(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """Run the passes on a copy of the graph for one range. Returns the graph and the reports; no op is decomposed.
+    """Run the passes on a copy of the traced graph for one range, and return the graph and reports; decompose no op.
 
     No pass fuses ops in direct callables, see `fusion_passes`. whole: result of `trace_whole`.
     """
@@ -308,8 +311,8 @@ def structure_passes(
 ) -> tuple[GraphPass, ...]:
     """Return the passes that run first and cannot be disabled: without them the graph would compute something else.
 
-    Examples are tensor parallelism and quantisation. graph: the range's graph, from `trace_rank`. aux_layers, images:
-    see Signature.
+    Examples are tensor parallelism and quantisation. graph: the range's graph, from `trace_rank`. whole: result of
+    `trace_whole`. aux_layers, images: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []

@@ -51,15 +51,15 @@ _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
 def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, high: int) -> None:
     """Mark `tensor.shape[dim]` as dynamic: any size in [low, high], the same for all sizes marked with `shape_id`.
 
-    The size is an unbacked symbol, so tracing cannot specialise on the example. torch 2.11 cannot be given the range
-    here; there `declare_range` sets it after the trace.
+    The size is an unbacked symbol, so tracing cannot specialise on the example. In torch 2.11 the range cannot be set
+    here; `declare_range` sets it after the trace.
     """
     bounds = {"min": low, "max": high} if _MARKS_RANGES else {}
     mark_unbacked(tensor, dim, shape_id=shape_id, **bounds)
 
 
 def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
-    """Set the range of a symbolic size, with torch versions whose `mark_dynamic_size` cannot; else do nothing."""
+    """Set the range of a symbolic size if `mark_dynamic_size` cannot do it in this torch version; else do nothing."""
     if not _MARKS_RANGES:
         shape_env.constrain_symbol_range(symbol, low, high)
 
@@ -74,7 +74,10 @@ def source_name(placeholder: fx.Node) -> str:
 
 
 def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Compile a piece with Inductor for the dynamic sizes of its fake inputs. Returns a CompiledArtifact."""
+    """Compile a piece with Inductor for the dynamic sizes of its fake inputs. Returns a CompiledArtifact.
+
+    options: Inductor's settings that differ from their defaults, by name.
+    """
     return standalone_compile(
         piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )

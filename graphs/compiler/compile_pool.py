@@ -80,7 +80,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
 
 def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
-    """Return the record of a piece that a worker has compiled, or its key if this process has to compile it.
+    """Return the record of a piece that a worker has compiled, or the piece's key if this process has to compile it.
 
     answer: the worker's answer, see compile_worker; None if the worker died. Raises CompileError if the compilation
     failed.

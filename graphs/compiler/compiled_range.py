@@ -28,7 +28,7 @@ class CompiledRange:
 
     @property
     def name(self) -> str:
-        """The folder of its files in the entry: 1-64 for the forward, logits/1-2048 for another callable."""
+        """The folder in the entry with the range's files: 1-64 for the forward, logits/1-2048 for another callable."""
         return f"{folder_of(self.callable)}{self.compile_range.name}"
 
     @property
@@ -46,7 +46,7 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Seque
     """Write a compiled range's files to the folder `compiled.name` of an entry.
 
     These are range.json, plan.json, passes.json, forward.py, graph.txt (the graph after its passes) and each pass's
-    diff.
+    diff. graph_text: the lines of graph.txt.
     """
     folder = entry / compiled.name
     (folder / "passes").mkdir(parents=True)

@@ -25,7 +25,7 @@ _CODE = "piece.py"
 # linked against torch and read it when they are loaded.
 _DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 _PYTHON_MODULES = ("math", "cmath")
-# Namespaces that torch's compilers bring.
+# Namespaces that exist only after torch's compilers are imported.
 _OF_COMPILERS = ("torch._inductor", "torch._dynamo", "torch._functorch", "torch.ops.inductor")
 
 CompileKernel = Callable[[list[str], str], Path]
@@ -49,7 +49,7 @@ def read_output_code(
 ) -> CppPiece | None:
     """Return the piece that Inductor's output code defines; None if it cannot run without Inductor.
 
-    num_inputs, num_results: the piece's numbers of inputs and results; None is also returned if the code has others.
+    num_inputs, num_results: the piece's numbers of inputs and results; if the code's differ, None is returned, too.
     library_call: returns the function that a name in Inductor's `extern_kernels` stands for.
     """
     module = ast.parse(code)
@@ -104,9 +104,9 @@ def _load_kernel(file: Path) -> Callable[..., None]:
 
 
 def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Rewrite `call(args)`, which unpacks the list `args` and clears it, as a function `piece` of the list's items.
+    """Rewrite `call(args)`, which unpacks and clears the list `args`, as a function `piece` of the list's items.
 
-    Returns None if the code does not begin in this way.
+    Returns the new function, or None if `call` does not begin by unpacking and clearing `args`.
     """
     match call.body:
         case [ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")), clear, *body] if ast.unparse(
@@ -140,7 +140,7 @@ class _LibraryCalls(ast.NodeTransformer):
         self._all_known = True
 
     def replace(self, piece: ast.FunctionDef) -> bool:
-        """Replace the names in a function, in place. Returns False if one of them is no function of module torch."""
+        """Replace the names in a function, in place, and return whether each of them is a function of module torch."""
         self.visit(piece)
         return self._all_known
 

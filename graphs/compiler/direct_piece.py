@@ -29,7 +29,10 @@ def is_direct(text: str) -> bool:
 
 
 def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
-    """Return whether the node multiplies an embedding by a constant, as at the beginning of Gemma."""
+    """Return whether the node multiplies an embedding by a constant, as at the beginning of Gemma.
+
+    node, nodes: a node and all nodes of a piece's JSON.
+    """
     if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
         return False
     return nodes[node[1][0]["node"]][0] == "aten::embedding.default"

@@ -46,7 +46,7 @@ def _simplify_products(graph: fx.GraphModule) -> None:
     """Rewrite matrix products that torch 2.11 cannot trace with symbolic sizes, in place.
 
     A linear over a batch of one, [1, T, D] or [1, 1, T, D], becomes one over [T, D]. A matrix product whose inner
-    dimension has size one, as of rotary frequencies and positions, becomes an elementwise multiplication with
+    dimension has size one, such as that of rotary frequencies and positions, becomes an elementwise multiplication with
     broadcasting. A matrix product or linear of [N, P, D] and a weight becomes one of [N * P, D].
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):

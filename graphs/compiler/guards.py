@@ -96,9 +96,9 @@ def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
 
 
 def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
-    """Return a record of the run-time asserts that the declared ranges of sizes prove, in a tuple; () without asserts.
+    """Return a tuple with one record of all run-time asserts, which the declared ranges of sizes prove.
 
-    messages: torch's message of each assert.
+    messages: torch's message of each assert. Without asserts, the tuple is empty.
     """
     found = Counter(_asserted(message) for message in messages)
     if not found:

@@ -1,8 +1,8 @@
-"""Makes the slices that layers take of one tensor in front of all layers.
+"""Moves the slices that layers take of one tensor in front of all layers.
 
 Before its layers, a model may compute a tensor with a part for each layer, such as the embeddings of Gemma 4's small
 models. A layer that slices the tensor contains its own number, so equal layers would differ, and each would be a piece
-of its own. With the slices made in front, every layer reads its slice as an input, as it reads its parameters.
+of its own. With all slices in front, every layer reads its slice as an input, as it reads its parameters.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import fx
 
 from compiled_engine.passes.framework.matching import arg, aten, attention_calls, emit
 
-# Key in a node's meta, of a node that `insert_slice` made: its Slice.
+# Key in the meta of a node that `insert_slice` made. The value is the node's Slice.
 _SLICE = "layer_slice"
 
 
 class Slice(NamedTuple):
-    """The slice of a tensor at a place of a dimension. tensor: its node in the graph."""
+    """The slice of a tensor at index `place` of dimension `dim`. tensor: the tensor's node in the graph."""
 
     tensor: fx.Node
     dim: int
@@ -28,18 +28,18 @@ class Slice(NamedTuple):
 
     @property
     def places(self) -> int:
-        """The number of slices that the tensor has."""
+        """The number of slices that the tensor has in this dimension: the dimension's size."""
         return int(self.tensor.meta["val"].shape[self.dim])
 
 
 def slice_of(node: fx.Node) -> Slice | None:
-    """Return the slice that a node is; None for a node that `insert_slice` has not made."""
+    """Return the slice that a node computes if `insert_slice` made the node; otherwise None."""
     found: Slice | None = node.meta.get(_SLICE)
     return found
 
 
 def insert_slice(graph: fx.Graph, found: Slice, behind: fx.Node) -> fx.Node:
-    """Insert a slice behind a node, and return the slice's node."""
+    """Insert a node that computes the slice `found` directly after the node `behind`, and return the new node."""
     with graph.inserting_after(behind):
         node = emit(graph, aten.select.int, *found)
     node.meta[_SLICE] = found
@@ -47,10 +47,10 @@ def insert_slice(graph: fx.Graph, found: Slice, behind: fx.Node) -> fx.Node:
 
 
 def slices_first(graph: fx.Graph) -> None:
-    """Make all slices of a tensor directly behind it, in place, if some are made behind the graph's first attention.
+    """Move all slices of a tensor directly after the tensor, in place, if any is after the graph's first attention.
 
-    The tensor must have a row for each token, and be computed before the first attention. Slices of rows stay where
-    they are, and so do slices that are made several times, since these are the same for all layers.
+    The tensor must have a row for each token, and be computed before the first attention. Slices of rows are not moved.
+    If some slice of a dimension is taken several times, no slice of this dimension is moved: layers then share slices.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     first = min((order[node] for node in attention_calls(graph)), default=len(order))

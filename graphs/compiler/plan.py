@@ -1,4 +1,4 @@
-"""Plan, which says which pieces and splitting ops a compiled callable calls, in which order, and on which values.
+"""Plan: the calls of pieces and splitting ops that a compiled callable makes, in order, with the values that they read.
 
 A plan is stored as JSON.
 """
@@ -23,7 +23,7 @@ class PlannedStep:
     piece: str | None  # key of the piece, or None
     op: str | None  # name of the splitting op, or None
     arguments: tuple[dict[str, Any], ...]  # {"value": index} or {"constant": c} each
-    results: tuple[int, ...]  # indices of the values it defines
+    results: tuple[int, ...]  # indices of the values that the call defines
 
     def renumbered(self, new: Mapping[int, int]) -> PlannedStep:
         """Return a copy with other indices for the values that the call reads and defines. new: old -> new index."""
@@ -84,9 +84,9 @@ def read_input(item: dict[str, Any]) -> Input:
 def distinct_calls(plan: Plan) -> Plan:
     """Return a shorter plan, for warming up, that keeps only the first of calls that are alike.
 
-    It loads all kernels of the whole plan, and allocates tensors of the same sizes, in less time, but computes
-    something else. Calls are alike if they call the same piece, or the same op with equal constants on results of the
-    same pieces. The results of the call that is kept replace those of the others. All ranks keep the same calls.
+    The shorter plan loads all kernels of the whole plan, and allocates tensors of the same sizes, in less time, but
+    computes something else. Calls are alike if they call the same piece, or the same op with equal constants on results
+    of the same pieces. The results of the call that is kept replace those of the others. All ranks keep the same calls.
     """
     stand_ins = {index: index for index in range(len(plan.inputs))}
     makers: dict[int, Hashable] = {}

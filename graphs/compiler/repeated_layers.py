@@ -72,10 +72,10 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
 
 
 def _hands_on_to_the_next_alone(segments: Segments, missing: set[LayerClass], layers: TracedLayers) -> bool:
-    """Return whether only the layer itself and the next layer read a layer's results, for each layer.
+    """Return whether the results of each layer are read only by the layer itself and by the next layer.
 
-    Layers of classes without copies may read any results of each other: a vision tower's result contains those of some
-    of its layers.
+    Layers whose classes are not in `missing` may read any results of each other: a vision tower's result contains the
+    results of some of its layers. missing: the classes of the layers that were not traced.
     """
     single = {node for number, own in segments.items() if layers.classes[number] not in missing for node in own}
     return all(
@@ -96,11 +96,11 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
-    """Return for each layer class which of a layer's ops have results that the next layer reads.
+    """Return for each layer class the positions in a layer of the ops whose results the next layer reads.
 
-    Ops are given by their positions in the layer, in the order in which the next layer first reads their results.
-    Returns None if traced layers of a class differ in these positions, or if traced layers of a kind differ in the
-    positions at which they first read the previous layer's results.
+    The positions are in the order in which the next layer first reads the results. Returns None if traced layers of a
+    class differ in these positions, or if traced layers of a kind differ in the positions at which they first read the
+    previous layer's results.
     """
     given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -183,7 +183,7 @@ def _fill(
 ) -> None:
     """Insert copies for the missing layers between the traced layers `before` and `behind`, in place.
 
-    Layer `behind` then reads the results of the last copy.
+    Layer `behind` then reads the results of the last copy. given: see `_given`. taken: `behind` gets a new entry.
     """
     inputs = graph.find_nodes(op="placeholder")
     slices = {found: node for node in graph.nodes if (found := slice_of(node)) is not None}

@@ -12,8 +12,8 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 def settings_of(compiler: str) -> Any:
     """Return the settings module of one of torch's compilers: "inductor", "functorch" or "dynamo".
 
-    Returns None if the compiler is not imported; its settings then have their defaults. It is not imported here, since
-    this takes seconds and a warm start needs no compiler.
+    Returns None if the compiler is not imported; its settings then have their defaults. This function does not import
+    the compiler, since that takes seconds and a warm start needs no compiler.
     """
     return sys.modules.get(f"torch._{compiler}.config")
 

@@ -86,7 +86,10 @@ class Signature:
 
     @property
     def most_tokens(self) -> int:
-        """The largest token count for which the trace must be valid: a step's limit, at least the example's count."""
+        """The largest token count for which the trace must be valid.
+
+        This is the most tokens that a step may have, or the token count of the traced example if that is larger.
+        """
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
@@ -210,7 +213,7 @@ def forward_signature(config: EngineConfig) -> Signature:
 def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
     """Return the signature of the forward for steps in which some request uses an adapter.
 
-    On a CPU it has no ranges for small batches, whose kernels do not support adapters.
+    On a CPU this forward has no ranges for small batches, since their kernels do not support adapters.
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
@@ -220,7 +223,8 @@ def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signatur
 def images_signature(config: EngineConfig, images: ImagesConfig) -> Signature:
     """Return the signature of the forward for steps that compute positions of images.
 
-    Such steps are long, so there are no ranges for small batches. With adapters, their requests may use these.
+    Such steps are long, so there are no ranges for small batches. In an engine with adapters, the requests of these
+    steps may use adapters.
     """
     adapters = config.adapters
     forward = forward_signature(config) if adapters is None else adapted_signature(config, adapters)
@@ -246,7 +250,10 @@ def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signatur
 
 
 def encoder_signature(config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> Signature:
-    """Return the arguments and sizes for which a speech model's encoder is compiled. Its range counts clips."""
+    """Return the signature of a speech model's encoder. Its compile range counts clips rather than tokens.
+
+    limits: the engine's settings for speech. speech: the description of the model.
+    """
     return Signature(
         ENCODER_ARGUMENTS,
         encoder_tensors(speech, config.model.dtype),
@@ -260,7 +267,7 @@ def encoder_signature(config: EngineConfig, limits: SpeechConfig, speech: Speech
 def logits_signature(config: EngineConfig) -> Signature:
     """Return the signature of the callable that computes the logits of selected hidden states.
 
-    It is called after a forward that returns hidden states.
+    The callable is called after a forward that returns hidden states.
     """
     model = local_model(config)
     return Signature(

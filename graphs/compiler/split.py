@@ -70,8 +70,8 @@ def make_plan(
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of a graph, and the JSON of each unique piece by its key.
 
-    steps: the result of `split`. arguments: names of the callable's arguments, see Signature. In the plan, the step
-    tensors that passes read follow them.
+    steps: the result of `split`. arguments: names of the callable's arguments, see Signature. In the plan, the names of
+    step tensors that passes read follow these names.
     """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -133,8 +133,8 @@ def _mutates(node: fx.Node) -> bool:
 def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
     """Return the call of a piece that consists of these nodes. sizes: the graph's inputs that are sizes, by symbol.
 
-    A symbol that occurs in the shapes of the piece's inputs only within expressions, such as a multiple of it, becomes
-    an input too: Inductor solves no equations for sizes.
+    A symbol that occurs in the shapes of the piece's inputs only within expressions, such as 4 * n, becomes an input
+    too: Inductor solves no equations for sizes.
     """
     inside = set(nodes)
     graph = fx.Graph()

@@ -37,7 +37,7 @@ class Border:
     def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
         """Return the values that `pack` concatenated for `num_tokens` tokens, [num_tokens, *row_shape] each.
 
-        They are views of `packed`, which may be longer.
+        The values are views of `packed`, which may be longer.
         """
         found, start = [], 0
         for value in self.values:
@@ -125,8 +125,8 @@ def _renumbered(source: Input, layers: range) -> Input:
 class StageForward:
     """The forward of a pipeline stage, which takes the arguments of the whole model's forward.
 
-    It reads the previous stage's values from `buffer` (uint8), and returns the values for the next stage as bytes (see
-    Border.pack), or in the last stage the model's result. stitched: the function that runs the stage's plan.
+    The forward reads the previous stage's values from `buffer` (uint8). It returns the values for the next stage as
+    bytes (see Border.pack), or in the last stage the model's result. stitched: the function that runs the stage's plan.
     """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):

@@ -28,10 +28,10 @@ def stitch(
     parameters: Mapping[str, torch.Tensor],
     on_attention: OnAttention | None = None,
 ) -> Forward:
-    """Return a function that runs the plan: it takes the plan's arguments, and returns its output or a tuple of them.
+    """Return a function that takes the plan's arguments, runs the plan, and returns its output or a tuple of outputs.
 
-    pieces: by key. parameters: by name. on_attention: called in place of the function of each attention op, with that
-    function and its arguments; None: the functions are called directly.
+    pieces: key -> function. parameters: name -> tensor. on_attention: called in place of the function of each attention
+    op, with that function and its arguments; None: the functions are called directly.
     """
     namespace: dict[str, Any] = {_op_function(op.name): _called(op, on_attention) for op in splitting_ops().values()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}

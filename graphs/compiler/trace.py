@@ -123,7 +123,7 @@ def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verif
 
 
 def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
-    """Add a placeholder for each input that passes add to the forward. Its symbolic sizes are those of other inputs."""
+    """Add a placeholder for each input that passes add to the forward, with the symbolic sizes of the other inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
@@ -257,7 +257,8 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collec
     """Return the source that Dynamo's name of a graph input stands for.
 
     name: such as L['model']._modules['layers']._parameters['weight']. parameters: the model's parameters and buffers by
-    path. states: the paths of recurrences' states. Raises RuntimeError for a tensor that is neither.
+    path. states: the paths of recurrences' states. Raises RuntimeError for a tensor of the model that is not in
+    `parameters`.
     """
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]

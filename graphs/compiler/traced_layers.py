@@ -72,7 +72,7 @@ class TracedLayers:
                 self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return, for each gap between traced layers, the numbers of the traced layers (before, after) it."""
+        """Return, for each gap between traced layers, (number of the layer before it, number of the layer after it)."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
     def traced_in_class(self, layer_class: LayerClass) -> list[int]:
@@ -127,8 +127,8 @@ def traced_layers(model: nn.Module) -> tuple[TracedLayers, ...]:
 
     Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
     a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed
-    (models/foreign/observation.py). Layers at the end of the stack that have no signature are not used. Such a model
-    may have `stacks_without_caches` too: (path, signatures) of each.
+    (models/foreign/observation.py). Layers at the end of the stack that have no signature are not used. A model of
+    transformers' code may also have `stacks_without_caches`: (path, signatures) of each further stack.
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
     if foreign := str(getattr(model, "layers_path", "")):
@@ -162,7 +162,10 @@ def _of_stack(
     in_tuple: bool = False,
     has_caches: bool = True,
 ) -> TracedLayers | None:
-    """Return which layers of a stack are traced; None if all of them must be. For the arguments see `_kinds`."""
+    """Return which layers of a stack are traced; None if all of them must be traced.
+
+    signatures, beside: see `_kinds`. in_tuple, has_caches: see TracedLayers.
+    """
     if _shares(stack):
         return None
     kinds = _kinds(stack[: len(signatures)], signatures, beside)

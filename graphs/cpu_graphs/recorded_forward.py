@@ -1,6 +1,7 @@
-"""Records the kernel calls of a compiled forward on a CPU, once for each kind of batch, and replays them.
+"""Records the kernel calls of a compiled forward on a CPU, once for each batch kind, and replays them.
 
-In a step of a few tokens, calling the kernels from Python takes as long as running them.
+A batch kind is a combination of batch size, number of threads and input addresses. In a step of a few tokens, calling
+the kernels from Python takes as long as running them; a replay calls them from C++.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class RecordingCounts:
 class RecordedForward:
     """Wraps a forward so that batches of only decodes replay recorded kernel calls. Other batches call the forward.
 
-    There is a recording for each combination of batch size, number of threads and addresses of the inputs, made when
-    the combination occurs for the second time. If the forward cannot be recorded, all batches call it. The result of a
-    call is valid until the next call of any forward that allocates from the same Arena.
+    There is one recording for each combination of batch size, number of threads and input addresses. The recording is
+    made when its combination occurs for the second time. If the forward cannot be recorded, all batches call the
+    forward. The result of a call is valid until the next call of any forward that allocates from the same Arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -82,10 +83,10 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
-    """Return the forwards, in which each forward for a small compile range is wrapped in `RecordedForward`.
+    """Return the given forwards, with each forward for a small compile range wrapped in `RecordedForward`.
 
-    A forward with pieces that Inductor compiled stays unwrapped, since their kernel calls cannot be recorded; a warning
-    is logged.
+    If Inductor compiled pieces of a forward, that forward stays unwrapped, since the pieces' kernel calls cannot be
+    recorded; a warning is logged. All wrapped forwards share one Arena.
     """
     arena = Arena()
     return tuple(_recorded(compiled, each, arena) if each.compile_range.small else each for each in forwards)

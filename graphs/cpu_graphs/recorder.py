@@ -52,9 +52,9 @@ class Arena:
         return given
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the same memory as `tensor` that does not keep the block from being used again.
+        """Return a tensor on the memory of `tensor`. Unlike `tensor`, it does not keep its block of the arena in use.
 
-        A tensor outside the arena is returned itself.
+        If `tensor` is not in a block of the arena, return `tensor` itself.
         """
         of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
         return next((_alias(block, tensor) for block in of_tensor), tensor)
@@ -70,7 +70,7 @@ SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
 
 
 class CallList:
-    """Recorded calls, in order. A replay reads and writes the same memory as the calls did when they were recorded.
+    """A list of recorded calls. A replay repeats them in order, on the memory that they used when they were recorded.
 
     Consecutive calls of C++ kernels are replayed by one call into C++.
     """
@@ -130,12 +130,13 @@ class CannotRecord(RuntimeError):
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that records calls of C++ kernels and of torch's ops into `calls`.
+    """A torch dispatch mode that records calls of C++ kernels and of torch's ops into `calls`.
 
-    A call of a C++ kernel is replayed with the same arguments. An op of torch is replayed so that its results are
-    written to the tensors that it returned during the recording. Views and allocations need no replay and are not
-    recorded. constants: tensors that have the same values in every replay. Raises CannotRecord if the host reads the
-    value of any other tensor (`item`).
+    A replay calls a C++ kernel with the recorded arguments. A replay of a torch op writes its results to the tensors
+    that the op returned during the recording. Views and allocations need no replay and are not recorded.
+
+    arena: provides the memory of tensors that are allocated during the recording. constants: tensors that have the same
+    values in every replay. Raises CannotRecord if the host reads the value of any other tensor (`item`).
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
@@ -171,10 +172,10 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallList]:
-    """Record all calls within a block; yields the list that receives them.
+    """Record all calls that are made within a `with` block. Yields the CallList to which they are added.
 
-    arena: memory for the tensors that the block allocates. constants: see Recorder. A call that cannot be recorded
-    raises CannotRecord within the block.
+    arena: provides the memory of tensors that the block allocates. constants: see Recorder. A call that cannot be
+    recorded raises CannotRecord within the block.
     """
     with Recorder(arena, constants) as mode:
         token = recorder.set(mode)

@@ -23,7 +23,7 @@ Work = Callable[[], torch.Tensor]
 
 
 class Replayable(Protocol):
-    """Captured work that can be replayed: it runs again on the memory addresses of the capture."""
+    """Captured work. A replay runs the work again, on the memory addresses that it used during the capture."""
 
     def replay(self, inputs: AttentionInputs | None) -> None:
         """Launch the captured work. inputs: the batch's attention inputs if attention was not captured, else None."""
@@ -33,32 +33,32 @@ class Replayable(Protocol):
 
 
 class Capture(Protocol):
-    """Interface that captures a set of graphs, which share a memory pool.
+    """Interface for capturing a set of graphs, which share a memory pool.
 
-    Work does not run while it is captured. Each replay fills the tensor that the work returned during the capture. The
-    tensor does not own its memory, and its content is valid until the next replay of any graph of the set.
+    Work does not run while it is captured. Each replay fills the result tensor that the capture returned. This tensor
+    does not own its memory, and its content is valid until the next replay of any graph of the set.
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Return the context in which work must be captured. Work is also warmed up in it, before its capture."""
+        """Return a context manager. Work must be warmed up and then captured within its `with` block."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture all of the work as one graph. Returns the graph and the work's result."""
+        """Capture all of the work as one graph. Returns the graph and the result tensor that its replays fill."""
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture the work in segments: a graph for each part between two calls of attention, which run uncaptured.
+        """Capture the work in segments: one graph for each part between attention calls. Attention is not captured.
 
-        Returns the captured work and its result.
+        Returns the captured work and the result tensor that its replays fill.
         """
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Handle an attention call, function(*arguments), that the work makes.
+        """Handle an attention call that the work makes, function(*arguments).
 
-        During `segments`, the current graph ends, the call is kept for replays, and the next graph begins. At other
-        times the call is made.
+        During `segments`, end the current graph, keep the call for replays, and begin the next graph. At other times,
+        call `function` at once.
         """
         ...
 
@@ -181,9 +181,10 @@ class SegmentedGraph:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add an attention call, which a replay makes after the last graph added so far.
+        """Add an attention call, function(*arguments). A replay makes it after the last graph that was added so far.
 
-        arguments: those of the capture. The attention inputs among them are dropped, since a replay passes its own.
+        arguments: the arguments during the capture. Attention inputs among them are dropped, since each replay passes
+        those of its batch.
         """
         self._calls.append((function, without_inputs(arguments)))
 
@@ -204,7 +205,7 @@ class SegmentedGraph:
 
 
 class AttentionsOfEagerCode(TorchDispatchMode):
-    """A dispatch mode that calls `on_attention` in place of each attention op that eager code calls."""
+    """A torch dispatch mode for eager code: calls `on_attention` in place of each attention op."""
 
     def __init__(self, on_attention: OnAttention):
         super().__init__()
@@ -222,7 +223,7 @@ _INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Memory:
-    """Presents a tensor's memory as integers by the CUDA array interface, so that torch.as_tensor can wrap it."""
+    """Presents a tensor's memory as integers by the CUDA array interface, which torch.as_tensor can wrap."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()
@@ -236,10 +237,10 @@ class _Memory:
 
 
 def alias_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory, with the same shape, strides and dtype, that does not keep the memory alive.
+    """Return a tensor with the memory, shape, strides and dtype of `tensor` that does not keep the memory alive.
 
-    Results of captured work are in the graphs' memory pool. Replays need their addresses, but tensors that own the
-    memory would prevent other graphs from reusing it. An empty tensor is returned itself.
+    Results of captured work are in the graphs' memory pool. Replays need the results' addresses, but tensors that own
+    the memory would prevent other graphs from reusing it. An empty tensor is returned itself.
     """
     if tensor.numel() == 0:
         return tensor

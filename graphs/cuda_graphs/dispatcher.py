@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class GraphKind(Enum):
-    """The part of a forward that is captured.
+    """The part of a forward that is captured as CUDA graphs.
 
-    Unless it is FULL, attention runs between graphs, on the unpadded batch.
+    Unless the kind is FULL, attention is not captured: it runs between graphs, on the unpadded batch.
     """
 
     FULL = "full"  # the whole forward, attention included
@@ -77,11 +77,12 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """Declares a number besides the batch's shape on which the launches of a captured graph depend.
+    """A field of GraphKey.extra: a number besides the batch's shape on which the launches of a graph depend.
 
-    The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
-    with the number 0 uses the graphs without the field. With token_sizes, only graphs of mixed batches of these numbers
-    of tokens have the field; decodes use them too. The field then excludes all other fields.
+    The host knows the number for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these
+    sizes. A batch with the number 0 uses the graphs without the field. If token_sizes is given, only graphs of mixed
+    batches with these numbers of tokens have the field, batches of only decodes use these graphs too, and no graph has
+    both this field and another one.
     """
 
     name: str
@@ -96,7 +97,7 @@ class KeyField:
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, query_len: int = 1) -> GraphKey:
     """Return the key of a FULL graph for `num_requests` requests that all decode.
 
-    query_len: query tokens per request, each of which is a row of attention; more than 1 if drafts are verified.
+    query_len: query tokens per request; more than 1 if drafts are verified. Each query token is a row of attention.
     max_seq_len, short: see GraphKey.
     """
     num_rows = num_requests * query_len
@@ -106,8 +107,8 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, quer
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
     """Return the key of a FULL graph for any batch of up to `num_tokens` tokens, decodes and prompts mixed.
 
-    Which requests are decodes is determined on the device. The graph has one row more than a batch can have requests;
-    all padding tokens belong to that row.
+    The device determines which requests are decodes. The graph has one row more than a batch can have requests
+    (`max_num_seqs` at most); all padding tokens belong to that row.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)
 
@@ -125,9 +126,10 @@ PROMPT_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
 
 
 class Dispatcher:
-    """Maps the shape of a batch to the key of the smallest graph that holds it. Decode graphs are preferred.
+    """Maps the shape of a batch to the key of the smallest graph that holds the batch. Decode graphs are preferred.
 
-    keys: all keys that `dispatch` may return.
+    keys: all keys that `dispatch` may return. Those without further fields are also in decode_keys (decode graphs for
+    any context), short_keys (decode graphs for short contexts) and token_keys (other graphs, by number of tokens).
     """
 
     def __init__(
@@ -139,13 +141,13 @@ class Dispatcher:
         rare: Sequence[int] = (),
         token_sizes: Sequence[int] | None = None,
     ):
-        """Build the tables from batch shapes to graphs.
+        """Build the tables from batch shapes to graph keys.
 
-        fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes, or those
-        that a field's token_sizes name.
-        query_lens: query tokens per decoding request for which there are graphs, besides 1. rare: those query_lens for
-        which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts that are captured, a
-        subset of graph.token_sizes; None: all of them.
+        fields: further fields of the keys. There is a key for each graph and each combination of the fields' sizes; a
+        field with token_sizes limits this, see KeyField.
+        query_lens: the numbers of query tokens per decoding request for which there are graphs, besides 1. rare: those
+        of the query_lens for which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts
+        that are captured, a subset of graph.token_sizes; None: all of them.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
@@ -155,7 +157,7 @@ class Dispatcher:
             fitting = [size for size in sorted(graph.decode_sizes) if query_len == 1 or size <= most_requests]
             return few_sizes(fitting, query_len) if query_len in rare else tuple(fitting)
 
-        # By rows per request, and then by padded tokens: the keys of short contexts in ascending order, the usual last.
+        # Rows per request -> padded tokens -> keys: those for short contexts by ascending context, then the usual key.
         decodes: dict[int, dict[int, list[GraphKey]]] = {}
         for query_len in (1, *query_lens):
             decodes[query_len] = {size * query_len: [] for size in sizes_of(query_len)}
@@ -175,9 +177,9 @@ class Dispatcher:
         self._decode_tables = {query_len: _table(of_len) for query_len, of_len in decodes.items()}
         self._token_table = _table({key.num_tokens: key for key in self.token_keys})
         usual_keys = self.decode_keys + self.short_keys + self.token_keys
-        # By the sizes of the fields: a map from each key without the fields to the key with them.
+        # Sizes of the fields -> a map from each key without the fields to the key with the fields.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
-        # Likewise a table of padded tokens, if a field limits these.
+        # Sizes of the fields -> table by number of tokens, if one of the fields has token_sizes.
         self._limited_tables: dict[tuple[int | None, ...], list[GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
             present = [(field, size) for field, size in zip(self._fields, sizes, strict=True) if size]
@@ -240,19 +242,21 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 
 
 def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return some of the ascending numbers of tokens, for a variant of the forward whose steps have prompts.
+    """Return the sizes to capture for a variant of the forward whose steps have prompts, in ascending order.
 
-    For each of PROMPT_SIZES, this is the smallest size that is at least as large, but not more than twice as large.
+    sizes: the numbers of tokens to select from, ascending. For each item of PROMPT_SIZES, the smallest size that is at
+    least the item is selected, unless it exceeds twice the item.
     """
     near = ([size for size in sizes if least <= size <= 2 * least] for least in PROMPT_SIZES)
     return tuple(sorted({min(found) for found in near if found}))
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Return some of the ascending capture sizes, enough for batches that are rare or do little work.
+    """Return the sizes to capture for batches that are rare or do little work, in ascending order.
 
-    For each power of two up to MOST_ROWS_READ rows, this is the smallest size that is at least as large: up to there,
-    padding costs little. All larger sizes follow. sizes: numbers of requests; query_len: rows per request.
+    sizes: the numbers of requests to select from, ascending. query_len: rows per request. For each power of two up to
+    MOST_ROWS_READ rows, the smallest size that is at least that power is selected, or the largest size if none is: up
+    to there, padding costs little. All sizes above the largest power are selected too.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

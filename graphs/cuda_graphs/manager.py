@@ -1,4 +1,4 @@
-"""Owns the CUDA graphs of an engine: captures them, replays them by key, predicts and measures their memory.
+"""Manages the CUDA graphs of an engine: captures them, replays them by key, predicts and measures their memory.
 
 A graph captures the work of a `Capturable`. `GraphCounters` counts batches that run with and without a graph.
 """
@@ -34,11 +34,14 @@ class Capturable(Protocol):
     """Work that can be captured, such as a step of the engine. Its kernels only access buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size to the buffers, such that `run` changes no state. Called before capturing."""
+        """Write a dummy batch of the key's size to the buffers, for which `run` changes no state.
+
+        Called before the capture.
+        """
         ...
 
     def warm_up(self, key: GraphKey) -> None:
-        """Load and allocate everything that the first `run` for the key needs. Called before capturing."""
+        """Load and allocate everything that the first `run` for the key needs. Called before the capture."""
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
@@ -60,16 +63,16 @@ class Captured(NamedTuple):
     graph: Replayable
     result: torch.Tensor  # see Capturable.run
     step: Capturable
-    tensor_ids: tuple[int, ...]  # the step's, when it was captured
+    tensor_ids: tuple[int, ...]  # result of the step's tensor_ids at the capture
 
 
 class CudaGraphManager:
-    """Captures the graph of each key once, replays it, and owns the graphs' memory pool.
+    """Captures one graph for each key, replays the graphs, and owns their memory pool.
 
     steps: the work to capture for each key. The kernels of a graph read fixed addresses. The caller writes the inputs
     of each batch to the same buffers, and reads the result before the next replay. Graphs without attention are
     captured first, and large graphs before small ones, so that the memory pool grows to the size that the largest graph
-    needs, and the other graphs fit into it.
+    needs, and the other graphs fit into the pool.
     """
 
     def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
@@ -77,7 +80,7 @@ class CudaGraphManager:
         self._pending = sorted(self._steps, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
         self._memory: dict[GraphKey, MemoryReading] = {}
-        self._kept_by_driver = 0  # memory of the graphs of `predict`, which the driver keeps for the next graphs
+        self._kept_by_driver = 0  # bytes that the driver keeps for later graphs after `predict` has released its graphs
         self.capture_seconds = 0.0
 
     @property
@@ -101,10 +104,11 @@ class CudaGraphManager:
         return [key.name for key in self._pending]
 
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
-        """Predict the device memory of all graphs in bytes, by capturing, measuring and releasing a few of them.
+        """Predict the device memory of all graphs, in bytes, by capturing, measuring and releasing a few of them.
 
-        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: returns the
-        minimum of a number over all ranks; they must capture the same graphs although each measures its own device.
+        Must be called when everything that a step uses is in memory, except the full KV cache. all_reduce_min: returns
+        the minimum of a number over all ranks; all ranks must capture the same graphs, although each rank measures its
+        own device.
         """
         if not self._pending:
             return 0
@@ -132,9 +136,9 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Prepare captures without a call of `predict`, and return `predicted`, the prediction of an earlier process.
+        """Prepare captures if `predict` is not called. Returns `predicted`, the prediction of an earlier process.
 
-        Allocates the memory that captures need besides that of the graphs, such as cuBLAS workspaces.
+        Allocates the memory that captures need in addition to the graphs' memory, such as cuBLAS workspaces.
         """
         if self._pending:
             with self._capture.session():
@@ -146,7 +150,7 @@ class CudaGraphManager:
         return predicted
 
     def capture_all(self, progress: Progress) -> None:
-        """Capture all graphs that are not captured yet. Raises what a capture raises."""
+        """Capture all graphs that are not captured yet. Errors of a capture are passed on."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
             self._capture.settle()
             while self._pending:
@@ -163,17 +167,17 @@ class CudaGraphManager:
     def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
         step = self._steps[key]
         step.fill(key)
-        step.warm_up(key)  # so that nothing lazy ends up in a graph
+        step.warm_up(key)  # so that lazy initialisation is not captured
         before = self._capture.memory()
         capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
         captured = Captured(*capture(lambda: step.run(key)), step, step.tensor_ids())
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Replay the key's graph on the batch in the buffers, and return the result, see Capturable.run.
+        """Replay the key's graph on the batch in the buffers. Returns the result, see Capturable.run.
 
-        The result is valid until the next replay of any graph. inputs: attention inputs of the unpadded batch if
-        attention runs between graphs; None for a FULL graph.
+        The key's graph must have been captured. The result is valid until the next replay of any graph. inputs:
+        attention inputs of the unpadded batch if attention runs between graphs; None for a FULL graph.
         """
         captured = self._graphs[key]
         assert captured.step.tensor_ids() == captured.tensor_ids, "a buffer that the graph reads was replaced"
@@ -188,10 +192,10 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """Yield the keys to capture for a prediction, of a family of keys: the two largest, then evenly spaced ones.
+    """Yield the keys of a family that are to be captured for a prediction: the two largest, then evenly spaced ones.
 
-    The largest graphs determine the size of the memory pool; the second largest may not fit into the memory of the
-    largest.
+    family: keys that differ only in size, the largest first. The largest graphs determine the size of the memory pool:
+    even the second largest graph may not fit into the memory of the largest.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
@@ -222,7 +226,7 @@ class GraphCounters:
         self._mixed: Counter[int] = Counter()
 
     def batch(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch for the histogram of sizes; called for every batch, with or without a graph."""
+        """Add a batch to the histogram of batch sizes. Must be called for every batch, with or without a graph."""
         (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
 
     def replay(self, key: GraphKey, num_tokens: int) -> None:
@@ -230,7 +234,7 @@ class GraphCounters:
         self._padded_tokens += key.num_tokens - num_tokens
 
     def no_key(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch for which the dispatcher has no graph. Nothing is counted if it has no graphs at all."""
+        """Count a batch for which the dispatcher has no graph; count nothing if it has no graphs at all."""
         if decodes_only and self._dispatcher.keys:
             self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
         elif self._dispatcher.token_keys:
@@ -239,13 +243,13 @@ class GraphCounters:
             self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
 
     def fallback(self, reason: Fallback, batch: str) -> None:
-        """Count a batch that runs without a graph for this reason. batch: its description for the warning."""
+        """Count a batch that runs without a graph for this reason. batch: describes the batch in the warning."""
         self._fallbacks[reason] += 1
         if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
             log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the counts since the start, by the names of metrics. `batch_histogram` counts batches by size."""
+        """Return the counts since the start, by metric name. `batch_histogram` counts batches by number of tokens."""
         return {
             "graph_replays": self._replays.total(),
             "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},

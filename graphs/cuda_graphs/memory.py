@@ -1,6 +1,6 @@
 """Predicts the device memory of CUDA graphs from a few captures, and stores the prediction for later starts.
 
-The prediction is needed before the graphs are captured, because the KV cache is sized by the memory that they leave.
+The prediction is needed before all graphs are captured, because the KV cache gets the memory that the graphs leave.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
 class MemoryReading(NamedTuple):
-    """The device memory in use when it was read, in bytes."""
+    """A reading of the device memory in use, in bytes."""
 
     pool: int  # reserved by torch; holds the outputs of captured kernels
     driver: int  # everything else; a graph takes some for each node
@@ -42,9 +42,9 @@ class MemoryReading(NamedTuple):
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family, graphs that differ only in size, was captured often enough to predict its memory.
+    """Return whether enough graphs of a family were captured to predict the memory of the whole family.
 
-    readings: the increase of memory in each capture so far.
+    A family is a set of graphs that differ only in size. readings: the increase of memory during each capture so far.
     """
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
@@ -52,8 +52,8 @@ def enough_samples(readings: Sequence[MemoryReading]) -> bool:
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
     """Return the predicted device memory of all graphs in bytes.
 
-    families: for each family of graphs, the readings of the captured ones and the number of all. Graphs without a
-    reading need no further memory of the pool, since they fit into that of larger graphs.
+    families: for each family of graphs, the readings of its captured graphs and the number of all its graphs. Graphs
+    without a reading need no further memory of the pool, since they fit into the memory of larger graphs.
     """
     total = 0.0
     for readings, count in families:
@@ -67,12 +67,12 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
-    """Return the sort key of a graph: graphs without attention first, decode graphs last, large before small ones."""
+    """Return a sort key that puts graphs without attention first, decode graphs last, and large before small ones."""
     return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-    """Return keys grouped into families, whose keys differ only in size. Families and keys are in capture order."""
+    """Group keys into families, whose keys differ only in size. Families and keys are in capture order."""
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0
@@ -86,7 +86,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 # A prediction is valid for one configuration on one device with one driver. Everything that it may depend on is a
 # factor, and a file is used only if all its factors equal those of this process.
 
-# Packages whose code is captured, or captures, and which the entry's key does not cover.
+# Packages that run during a capture and that the key of the cache entry does not cover.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "engine", "features", "sampling", "kernels")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
@@ -94,10 +94,10 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], share: int = 0) -> dict[str, Any]:
-    """Return everything that the graphs' memory may depend on, as JSON values by name.
+    """Return everything that the graphs' memory may depend on, as a dict of JSON values.
 
-    entry_key: the key of the compiled model's cache entry. keys: the names of the graphs, in a fixed order. share:
-    index of the rank's LayerShare, its part of the layers.
+    entry_key: the key of the compiled model's cache entry. keys: the names of the graphs, in a fixed order. share: the
+    index of the LayerShare (range of layers) that this rank runs.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
@@ -114,7 +114,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Return the properties of the device. For a GPU, they include the path of the driver library with its version."""
+    """Return the properties of the device. For a GPU, they include the driver library's path, which has its version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -144,10 +144,10 @@ def predicted_bytes(
     If earlier processes with the same factors have stored a prediction for each rank, it is returned. Otherwise
     `graphs` predicts the memory now, and the prediction is stored beside the cache entry.
 
-    lookup: the lookup of the compiled model; if it is None or its status is off, nothing is read or stored. Stored
-    files that are damaged or belong to another user are ignored. all_reduce_min: returns the minimum of a number over
-    all ranks, since all ranks must predict or none. share: index of the rank's LayerShare, its part of the layers,
-    which has its own graphs.
+    lookup: the compiled model's lookup in the compile cache; if it is None or its status is "off", no prediction is
+    read or stored. Stored files that are damaged or belong to another user are ignored. all_reduce_min: returns the
+    minimum of a number over all ranks; with it, either all ranks predict or none. share: the index of the LayerShare
+    (range of layers) that this rank runs; each has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
@@ -176,7 +176,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; do nothing if this fails, for instance because the folder is read-only."""
+    """Write `content` to the file as JSON, atomically. An OSError is ignored, for instance in a read-only folder."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

@@ -47,7 +47,7 @@ _GRAPH_LINE = re.compile(r"(?P<name>\w+)(?P<type>: [^=]+)?(?P<equals> = )(?P<op>
 
 
 def highlight(text: str, language: str) -> str:
-    """Return the text as HTML with highlighted syntax, to be put in a <pre>.
+    """Return the text as HTML with highlighted syntax, to be put into a <pre> element.
 
     language: graph, diff (of two graphs), or a language that Pygments knows, such as python or c++.
     """
@@ -60,7 +60,10 @@ def highlight(text: str, language: str) -> str:
 
 
 def _html(tokens: Iterable[tuple[str, str]]) -> str:
-    """Return HTML for tokens (class, text). Consecutive tokens of the same class are put in one element."""
+    """Return HTML for tokens (class, text). Consecutive tokens of the same class become one element.
+
+    A token of the class "" becomes plain text.
+    """
     parts = []
     for name, group in groupby(tokens, key=lambda token: token[0]):
         value = escape("".join(value for _, value in group), quote=False)
@@ -112,7 +115,8 @@ class Repeat(Generic[T]):
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
     """Return a sequence as a list of repetitions: A B B B becomes A once and B three times.
 
-    The repeated part has up to `longest` items. At each point the repetition that covers the most items is taken.
+    The repeated part has at most `longest` items. From the start on, the repetition that covers the most items is taken
+    at each point.
     """
     folded: list[Repeat[T]] = []
     start = 0
@@ -135,7 +139,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the page's time chart, for one timed stage. left, width: in percent of the whole time."""
+    """A bar of the page's time chart, for one timed stage.
+
+    depth: the number of stages that contain this one. start_s: seconds since the first stage's start. left, width: in
+    percent of the chart's time.
+    """
 
     name: str
     depth: int
@@ -146,7 +154,7 @@ class Bar:
 
 
 def render_html(report: Report) -> str:
-    """Return the report as an HTML page. Its style, script and all texts are included."""
+    """Return the report as an HTML page, which contains its style sheet, script and all texts."""
     data, texts = report.data, report.texts
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -188,14 +196,14 @@ def render_html(report: Report) -> str:
 
 
 def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as the page shows it: on a CPU, without the settings of CUDA graphs."""
+    """Return the config as the page shows it: for a CPU, the settings of CUDA graphs ("graph") are left out."""
     return {name: value for name, value in config.items() if name != "graph" or config["device"] != "cpu"}
 
 
 def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -> list[Bar]:
-    """Return the timed stages as bars on one time scale, ordered by start.
+    """Return a bar for each timed stage, ordered by start. All bars have the same time scale.
 
-    A bar's `depth` is the number of stages that contain its stage.
+    spans: records of a Timeline. piece_names: piece key -> short name.
     """
     if not spans:
         return []
@@ -221,7 +229,10 @@ def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -
 
 
 def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group guards with the same subject and the same reason for holding. Returns a dict per group, with its kinds."""
+    """Group guards that have the same subject and hold for the same reason ("discharged").
+
+    Returns a dict for each group, with the group's guards as "kinds" and the sum of their counts.
+    """
     together: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for guard in guards:
         together.setdefault((guard["subject"], guard["discharged"]), []).append(guard)
@@ -232,7 +243,7 @@ def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _stage_name(name: str, piece_names: Mapping[str, str]) -> str:
-    """Return the name of a span as the page shows it: a piece's key is replaced by its short name, such as B."""
+    """Return a span's name as the page shows it: a piece's key is replaced by the piece's short name, such as B."""
     key = name.removeprefix("piece ")
     return f"piece {piece_names[key]}" if key in piece_names else name
 
@@ -240,7 +251,8 @@ def _stage_name(name: str, piece_names: Mapping[str, str]) -> str:
 def _rows(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the entries of a nested dict as (dotted name, text).
 
-    The top-level entry "reasons" of a config is left out, since it explains values and is none.
+    prefix: put before each name; "" at the top level. A dict "reasons" at the top level is left out: it explains the
+    other entries and is not a setting itself.
     """
     for name, item in value.items():
         if isinstance(item, Mapping):
@@ -259,7 +271,7 @@ def _value(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Return the text of a time in seconds, with three digits: 1.23 s, 45.6 ms."""
+    """Return a time as text with three digits and unit, such as 1.23 s or 45.6 ms. value: the time in seconds."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1000, "ms")
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 

@@ -1,4 +1,4 @@
-"""Finds the kernels that a piece launches, from Inductor's output code or from the generated Python of the piece."""
+"""Finds the kernels that a compiled piece launches, in Inductor's output code or in the piece's generated Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, and how often a piece launches it in one run of the piece."""
+    """A kernel that a piece launches. launches: how often the piece launches it in one run."""
 
     name: str
     kind: str  # triton and c++: generated from `source`; library: a call of BLAS or similar; op: of an opaque op
@@ -53,9 +53,10 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 
 
 def _own_source(name: str) -> str:
-    """Return the source files of the passes that define Triton kernels of the op `name`, as one text.
+    """Return the source files of the passes that define Triton kernels of the op `name`, joined to one text.
 
-    The names of such files begin with the op's name. Returns "" for an op of another namespace than compiled_engine.
+    The names of such files begin with the op's name. Returns "" if there are none, or if the op's namespace is not
+    compiled_engine.
     """
     namespace, _, op = name.partition("::")
     found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []
@@ -64,7 +65,10 @@ def _own_source(name: str) -> str:
 
 
 def without_kernel_sources(output_code: str) -> str:
-    """Return the output code with each kernel's source replaced by "...". The rest allocates, launches and frees."""
+    """Return the output code with each kernel's source replaced by "...".
+
+    The rest allocates memory, launches the kernels and frees the memory.
+    """
     lines = output_code.splitlines()
     constants = [call.args[1] for call in _sources(ast.parse(output_code)).values()]
     for constant in sorted(constants, key=lambda node: -node.lineno):
@@ -76,7 +80,10 @@ def without_kernel_sources(output_code: str) -> str:
 
 
 def _sources(tree: ast.Module) -> dict[str, ast.Call]:
-    """Return, by kernel name, the calls that compile kernels, such as async_compile.triton(name, source, ...)."""
+    """Return the calls that compile kernels, by kernel name.
+
+    Example of such a call: async_compile.triton(name, source, ...).
+    """
     made = {}
     for node in tree.body:
         if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
@@ -88,7 +95,10 @@ def _sources(tree: ast.Module) -> dict[str, ast.Call]:
 
 
 def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, str] | None:
-    """Return (name, kind) of the kernel that a call of `function` launches in a piece's code; None for no launch."""
+    """Return (name, kind) of the kernel that a call of `function` in a piece's code launches; None if there is none.
+
+    sources: the result of `_sources`.
+    """
     path = _path(function)
     if path and path[0] in sources and path[1:] in ([], ["run"]):
         return path[0], _LANGUAGES[_path(sources[path[0]].func)[-1]]
@@ -105,7 +115,7 @@ def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, st
 
 
 def _path(expression: ast.expr) -> list[str]:
-    """Return the parts of a dotted name: ["torch", "ops", "aten"] for torch.ops.aten. [] for other expressions."""
+    """Return the parts of a dotted name: ["torch", "ops", "aten"] for torch.ops.aten; [] for other expressions."""
     if isinstance(expression, ast.Name):
         return [expression.id]
     if isinstance(expression, ast.Attribute):
@@ -118,9 +128,9 @@ def _path(expression: ast.expr) -> list[str]:
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Return how many kernels a decode step of one request launches, measured; None on a CPU.
+    """Measure how many kernels a decode step of one request launches. Returns the number; None on a CPU.
 
-    generate: generates this number of tokens for a short prompt, one step per token.
+    generate: generates the given number of tokens for a short prompt, one step per token.
     """
     if device.type != "cuda":
         return None

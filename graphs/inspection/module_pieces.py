@@ -1,4 +1,7 @@
-"""Finds which compiled pieces compute which modules of the model: those that take the modules' parameters."""
+"""Finds which compiled pieces compute which modules of the model.
+
+A piece computes a module if it takes the module's parameters as arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
 from compiled_engine.passes.framework.parameter import Parameter
 
-# Parameter name -> (range, piece key) of every step that takes it.
+# Parameter name -> (range name, piece key) of each call of a piece that takes the parameter.
 ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Return, for each tensor of the model by name, the (range, piece key) of every call of a piece that takes it.
+    """Return, by name of each model tensor, the (range name, piece key) of each call of a piece that takes the tensor.
 
     A call that takes a packed parameter takes all tensors that are packed in it.
     """
@@ -34,17 +37,18 @@ def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
 def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
     """Return the module tree of record.json with a list "pieces" added to every module.
 
-    An item of the list is {"range", "key", "instances"}: a piece that computes the module. A module of the tree may
-    stand for several equal modules, such as layers. "instances" are the indices of the modules that the piece computes,
-    such as "0, 2-27"; "" for a single module.
+    An item of the list describes a piece that computes the module, as {"range", "key", "instances"}. A module of the
+    tree may represent several equal modules, such as layers. "instances" are the indices of those modules that the
+    piece computes, such as "0, 2-27"; "" for a single module.
     """
     return _annotated(module, uses, {module["path"]: None})[0]
 
 
 def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
-    """Return, by piece key, the paths of the modules that the piece computes, such as model.layers.{0-4}.mlp.gate_proj.
+    """Return the paths of the modules that each piece computes, by piece key.
 
-    module: the result of `with_pieces`.
+    A path of several equal modules has their indices in braces: model.layers.{0-4}.mlp.gate_proj. module: the result of
+    `with_pieces`.
     """
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for use in module["pieces"] if module["parameters"] else ():
@@ -56,9 +60,9 @@ def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _numbered(path: str, instances: str) -> str:
-    """Return a path with its index replaced: model.layers.0.mlp becomes model.layers.{0, 2-27}.mlp for "0, 2-27".
+    """Return a path with its index replaced by `instances`: for "0, 2-27", a.0.mlp becomes a.{0, 2-27}.mlp.
 
-    A single index gets no braces. Without instances, the path stays.
+    A single index gets no braces. If `instances` is "", the path is returned unchanged.
     """
     if not instances:
         return path
@@ -68,9 +72,10 @@ def _numbered(path: str, instances: str) -> str:
 def _annotated(
     module: dict[str, Any], uses: ParameterUses, instances: dict[str, int | None]
 ) -> tuple[dict[str, Any], dict[tuple[str, str], set[int | None]]]:
-    """Return (the module with its list "pieces", its pieces: (range, key) -> indices of the modules it computes).
+    """Return the module with "pieces" added to it and its children, and the pieces that compute it.
 
-    instances: path -> index of each module that this one stands for; the index is None for a single module.
+    The pieces are a dict: (range, piece key) -> indices of the modules that the piece computes. instances: path ->
+    index of each module that `module` represents; the index is None for a single module.
     """
     found: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for path, number in instances.items():
@@ -98,7 +103,7 @@ def _instances(child: dict[str, Any], parent: str, parents: dict[str, int | None
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return the text of ascending numbers as ranges: "0, 2-27" for 0, 2, 3, ... 27."""
+    """Return ascending numbers as a text of ranges: "0, 2-27" for 0, 2, 3, ... 27."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

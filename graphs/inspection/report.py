@@ -1,7 +1,7 @@
 """Makes the report on a compiled model: a dict of JSON values, which `compiled-engine inspect --json` prints.
 
-Everything about the compilation is read from an entry of the compile cache; nothing is traced or compiled. Data about a
-run come from an engine's metrics.
+Data about the compilation are read from an entry of the compile cache; nothing is traced or compiled. Data about a run
+are read from an engine's metrics.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, p
 
 
 def piece_text(piece_json: str) -> list[str]:
-    """Return a piece's JSON file as lines of text: the ranges of its symbolic sizes, then one line per node.
+    """Return a piece as lines of text: the ranges of its symbolic sizes, then one line per node.
 
-    A node is shown as `v12 = aten::mul.Tensor(v3, v11)`, an input with its type.
+    A node is shown as `v12 = aten::mul.Tensor(v3, v11)`, an input with its type. piece_json: the content of the piece's
+    JSON file.
     """
     piece = json.loads(piece_json)
     lines = [f"{name}: {low} to {high}" for name, (low, high) in piece["symbols"].items()]
@@ -67,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True)
 class CompiledEntry:
-    """A compiled model's folder, the status of its lookup in the compile cache, and its factors."""
+    """A compiled model in the compile cache: its folder, the status of its lookup, and the factors of its key."""
 
     folder: Path
     status: str  # hit, miss (built now and kept) or off (built now, not kept)
@@ -86,8 +87,9 @@ def make_report(
 ) -> Report:
     """Return the report on a resolved configuration.
 
-    config: as JSON values. entry: the compiled model; None in eager mode. start_up: the spans of this process, see
-    Timeline.as_records. metrics: those of an engine that has run; None if no engine was started.
+    config: the configuration as JSON values. entry: the compiled model; None in eager mode. start_up: the timed spans
+    of this process, see Timeline.as_records. metrics: the metrics of an engine that has run; None if no engine was
+    started.
     """
     phases = {"start_up": list(start_up), "build": []}
     data: dict[str, Any] = {
@@ -128,12 +130,18 @@ def make_report(
 
 
 def piece_file(range_name: str, number: int, suffix: str) -> str:
-    """Return the file name of a text about a range's piece. number: of the piece, from 1. suffix: such as ".py"."""
+    """Return the file name of a text about a piece of a range.
+
+    number: the piece's number in the range, from 1. suffix: such as ".py".
+    """
     return f"{range_name}/piece_{number}{suffix}"
 
 
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
-    """Return a pass's report as JSON values, with its range, and with the diff's file name in place of the diff."""
+    """Return a pass's report as JSON values, with the range's name added and the diff replaced by its file name.
+
+    report: the report as a dict; its diff is removed. compiled: the range on which the pass ran.
+    """
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
     lists = {name: list(report[name]) for name in ("near_misses", "notes")}
@@ -173,13 +181,13 @@ def _pieces(
 
 
 def _letters(number: int) -> str:
-    """Return the short name of the piece with this index: A, B, ... Z, AA, AB, ..."""
+    """Return the short name of the piece with index `number`: A, B, ... Z, AA, AB, ..."""
     head = _letters(number // 26 - 1) if number >= 26 else ""
     return head + chr(ord("A") + number % 26)
 
 
 def _range(compiled: CompiledRange) -> dict[str, Any]:
-    """Return a compiled range as JSON values: bounds, callable, arguments, results, steps, file names of its texts."""
+    """Return a compiled range as JSON values: bounds, callable, arguments, results, steps, names of its text files."""
     name = compiled.name
     return asdict(compiled.compile_range) | {
         "name": name,
@@ -193,9 +201,9 @@ def _range(compiled: CompiledRange) -> dict[str, Any]:
 
 
 def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
-    """Return the numbers of kernel launches of one call of a range, by kind and by kernel.
+    """Return the numbers of kernel launches in one call of a range: in total, by kind and by kernel.
 
-    An op between two pieces counts as one launch, however many kernels it launches.
+    An op between two pieces counts as one launch, however many kernels it launches. kernels: piece key -> its kernels.
     """
     launches: Counter[tuple[str, str]] = Counter()
     for step in compiled.plan.steps:
@@ -226,7 +234,7 @@ def _cache(entry: CompiledEntry) -> dict[str, Any]:
 
 
 def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a list of the CUDA graphs with kind, size and memory in bytes (None if it was not measured)."""
+    """Return a dict for each CUDA graph: its kind, its size and its memory in bytes (None if not measured)."""
     used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
     names = [(key.name, key.name.split()[0], key.num_tokens) for key in _keys(config)]
     return [{"kind": kind, "size": size, "bytes": used.get(name)} for name, kind, size in names]
@@ -284,7 +292,7 @@ def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
 
 
 def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return explanations of why parts of the report are empty or incomplete, by the name of the part."""
+    """Return notes that explain why parts of the report are empty or incomplete, by the name of the part."""
     notes = {}
     if entry is None:
         notes["compile"] = (

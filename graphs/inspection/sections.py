@@ -1,4 +1,4 @@
-"""Lists the sections of the inspector's page, with a text about what each shows, and one for an empty section."""
+"""Lists the sections of the inspector's page, each with a text about its content and a text shown if it is empty."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def write_depyf_folder(
 ) -> None:
     """Compile the model once more under depyf, which writes decompiled code, guards and graphs to `folder`.
 
-    Compiles in this process, without worker processes and without the compile cache. Raises what `compile_model`
-    raises.
+    The model is compiled in this process, without worker processes and without the compile cache. Errors of
+    `compile_model` are passed on.
     """
     here = replace(config, compile=replace(config.compile, cache_dir=None, workers=0))
     with warnings.catch_warnings():

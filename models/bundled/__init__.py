@@ -1,6 +1,7 @@
-"""The model that ships with the package: five million parameters, trained on Python source, ready offline.
+"""The model that ships with the package: five million parameters, trained on Python source code, usable offline.
 
-README.md beside this file describes its training and quality; the program is in tests/support/bundled_training.
+README.md beside this file describes the model's training and quality. The training program is in
+tests/support/bundled_training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read the two files of a LoRA adapter without torch: adapter_config.json and adapter_model.safetensors.
 
-The files are untrusted, and may be replaced at any time. So each file is opened once, must be a regular file, and is
-read instead of mapped: the digest covers exactly the bytes that are parsed. Sizes and counts are checked against limits
-before memory is allocated.
+The files are untrusted, and may be replaced at any time. Therefore each file is opened once, must be a regular file,
+and is read instead of memory-mapped: the digest covers exactly the bytes that are parsed. Sizes and counts are checked
+against limits before memory is allocated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<matri
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """The entry of one tensor in a safetensors file's header."""
+    """A tensor's entry in the header of a safetensors file."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -57,8 +57,10 @@ class AdapterFiles:
 
 
 def stamp(folder: Path) -> tuple[tuple[int, ...], ...]:
-    """Return modification times, sizes and inodes of both files, to detect a replacement without reading them. Raises
-    ValueError if a file is missing."""
+    """Return the modification time, size and inode of each of the adapter's two files.
+
+    If the result changes, a file was replaced or changed. Raises ValueError if a file is missing.
+    """
     found = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:
@@ -79,10 +81,12 @@ def read_adapter_files(
 ) -> AdapterFiles:
     """Read the two files of a LoRA adapter.
 
-    values: keep the tensors' bytes. within: folders that must contain the files after links are resolved; empty allows
-    any. digest: required digest of the files. most_bytes: limit for the weights file.
+    values: whether to keep the tensors' bytes. within: each file, after links are resolved, must be in one of these
+    folders; if empty, any folder is allowed. digest: the digest that the files must have; None: any. most_bytes: limit
+    for the weights file.
 
-    Raises ValueError, with a message of one line, if a file is missing, damaged or not supported, or exceeds a limit.
+    Raises ValueError, with a message of one line, if a file is missing, damaged, not supported or outside of `within`,
+    exceeds a limit, or does not have the digest.
     """
     whole, weights = hashlib.sha256(), hashlib.sha256()
     config = _read_config(folder, within)
@@ -107,7 +111,10 @@ def read_adapter_files(
 
 
 def require_adapter(folder: Path, max_lora_rank: int) -> None:
-    """Raise ValueError for a folder without a valid adapter of at most this rank; the tensors' values are not read."""
+    """Raise ValueError unless the folder holds a valid LoRA adapter whose rank is at most `max_lora_rank`.
+
+    The tensors' values are not read.
+    """
     config = _read_config(folder, ())
     with _open(folder, WEIGHTS_FILE, ()) as file:
         header, size = _read_header(file, folder / WEIGHTS_FILE, MOST_BYTES)
@@ -118,17 +125,17 @@ def require_adapter(folder: Path, max_lora_rank: int) -> None:
 
 
 def require_rank(folder: Path, rank: int, max_lora_rank: int) -> None:
-    """Raise ValueError if the adapter's rank exceeds the limit."""
+    """Raise ValueError if `rank`, the rank of the adapter in `folder`, exceeds `max_lora_rank`."""
     if rank > max_lora_rank:
         raise ValueError(f"{folder} has rank {rank}; allowed: up to max_lora_rank, {max_lora_rank}")
 
 
 @contextmanager
 def _open(folder: Path, name: str, within: Sequence[Path]) -> Iterator[BinaryIO]:
-    """Open a regular file, without blocking on other kinds such as a FIFO.
+    """Open the file `name` of the folder for reading, as a context manager. Opening a FIFO or device does not block.
 
-    within: unless empty, the file must be in one of these folders after links are resolved. Raises ValueError if it is
-    not, or if the file is missing or of another kind.
+    within: unless empty, the file, after links are resolved, must be in one of these folders. Raises ValueError if the
+    file is elsewhere, missing, not readable, or not a regular file.
     """
     path = folder / name
     try:
@@ -157,7 +164,11 @@ def _read_config(folder: Path, within: Sequence[Path]) -> bytes:
 
 
 def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Return the header, and the number of bytes after it. Raises ValueError if it is damaged or exceeds a limit."""
+    """Return the header of a safetensors file, and the number of bytes after the header.
+
+    path: names the file in errors. Raises ValueError if the header is damaged, or if the file or the header exceeds a
+    limit.
+    """
     total = os.fstat(file.fileno()).st_size
     if total > most_bytes:
         raise ValueError(f"{path} must have at most {most_bytes:,} bytes, got {total:,}")

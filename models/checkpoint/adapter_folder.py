@@ -1,6 +1,6 @@
 """Read a LoRA adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The tensors' names tell which modules are adapted; `target_modules` is not read, since it may be a regular expression. A
+The tensors' names tell which modules are adapted. `target_modules` is not read, since it may be a regular expression. A
 linear W [N, K] becomes W + scale * B A, with A [r, K] and B [N, r] (Hu et al., arXiv:2106.09685). The scale is
 lora_alpha / r, or with rslora lora_alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
 """
@@ -39,7 +39,10 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank change, scale * B A, of a linear [N, K], or of the transpose [D, V] of an embedding [V, D]."""
+    """A low-rank change, scale * B A, of a module's weight: of a linear [N, K], or of an embedding [V, D] transposed.
+
+    For an embedding, N is D and K is V.
+    """
 
     a_RK: torch.Tensor
     b_NR: torch.Tensor
@@ -56,7 +59,8 @@ class LowRank:
 class Adapter:
     """The content of a LoRA adapter's folder.
 
-    Modules are named as in the adapter's files, without PEFT's prefix. `match_modules` gives the base model's names.
+    Modules are named as in the adapter's files, without PEFT's prefix. `match_modules` maps these names to the base
+    model's.
     """
 
     path: Path
@@ -71,12 +75,15 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Largest rank of the adapted linears; 0 if there are none."""
+        """The largest rank of the adapted linears; 0 if no linear is adapted."""
         return max((each.rank for each in self.linears.values()), default=0)
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Whether the adapter changes an output projection or embedding, so that tied weights become different."""
+        """Whether the adapter changes an output projection or embedding.
+
+        If the base model ties the two, their weights become different.
+        """
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -101,9 +108,9 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter's folder.
 
-    values: False gives tensors on the device "meta", with shapes only; otherwise all values must be finite. Other
-    arguments: see `read_adapter_files`. Raises ValueError, with one line that names the folder, for files that are
-    missing, damaged, contradictory or not supported.
+    values: whether to read the tensors' values, all of which must be finite; if False, the tensors are on the device
+    "meta". Other arguments: see `read_adapter_files`. Raises ValueError, with one line that names the folder, for files
+    that are missing, damaged, contradictory or not supported.
     """
     files = read_adapter_files(folder, values=values, within=within, digest=digest, most_bytes=most_bytes)
     fields, tensors = files.fields, _tensors(folder, files)
@@ -144,11 +151,11 @@ def read_adapter(
 
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
-    """Map each adapted module to its name in the base model.
+    """Return the name of each adapted module in the base model, by its name in the adapter.
 
-    The base model's name is the adapter's, with the prefix `model` added or removed if necessary, and without
-    `language_model`, which multimodal checkpoints add. Raises ValueError for a module that the base model lacks, and
-    for two modules with the same name in the base model.
+    known: the names of the base model's modules. An adapter's name that is not known is tried without `language_model`,
+    which multimodal checkpoints add, and with the prefix `model` added or removed. Raises ValueError for a module that
+    the base model lacks, and for two linears with the same name in the base model.
     """
     found, unknown = {}, []
     for module in (*adapter.linears, *adapter.embeddings):
@@ -167,7 +174,7 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
 
 
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values are finite in a dtype; True for an empty or meta tensor."""
+    """Return whether all values of the tensor are finite after a cast to `dtype`; True for an empty or meta tensor."""
     if tensor.numel() == 0 or tensor.is_meta:
         return True
     return bool(torch.stack(tensor.aminmax()).to(dtype).isfinite().all())
@@ -188,7 +195,7 @@ def _tensors(folder: Path, files: AdapterFiles) -> dict[str, torch.Tensor]:
 
 
 class _Scales:
-    """Scales of modules' changes, from the fields of adapter_config.json."""
+    """Computes the scale of each module's change B A from the fields of adapter_config.json."""
 
     def __init__(self, fields: JsonFields) -> None:
         self._fields = fields
@@ -198,8 +205,8 @@ class _Scales:
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
         """Return the factor by which a module's change B A is multiplied.
 
-        place: the folder and the module, for errors. has_magnitude: whether the module has DoRA's magnitude vector.
-        Raises ValueError if the rank or has_magnitude contradicts the config.
+        place: names the folder and the module in errors. has_magnitude: whether the module has DoRA's magnitude vector.
+        Raises ValueError if `rank` or `has_magnitude` contradicts the config.
         """
         named = self._ranks.number(module)
         if named is None and "r" in self._fields:
@@ -236,9 +243,10 @@ def _low_rank(
 
 
 def _check_whole(fields: JsonFields, whole: Iterable[str]) -> None:
-    """Raise ValueError unless modules_to_save lists the modules of the tensors `whole`, which replace the base model's.
+    """Raise ValueError unless the config's modules_to_save lists exactly the modules of the tensors named in `whole`.
 
-    Embeddings and output projections need not be listed: PEFT saves them when tokens were added.
+    These tensors replace the base model's. Embeddings and output projections need not be listed: PEFT saves them when
+    tokens were added.
     """
     listed = fields.texts("modules_to_save") if fields.values.get("modules_to_save") else []
     left = set(listed)

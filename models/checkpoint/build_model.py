@@ -1,4 +1,4 @@
-"""Build the model of a configuration, textbook or transformers', and find each rank's slices of its parameters."""
+"""Build the model of a configuration, with textbook or transformers' code, and find each rank's parameter slices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def build_model(config: ModelConfig) -> Any:
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`. It also has
     `logits(hidden_RD) -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. The `forward` of an encoder with
-    token types also takes these, and with recurrences `forward` takes rows_R, see recurrence.sequences.Sequences. For
-    draft heads see textbook.architectures, for vision towers vision/tower.py. Buffers (rotary frequencies) are fp32 on
-    the CPU.
+    token types also takes the tokens' types; that of a model with recurrences also takes rows_R, see
+    recurrence.sequences.Sequences. For draft heads see textbook.architectures, for vision towers vision/tower.py.
+    Buffers (rotary frequencies) are fp32 on the CPU.
 
     T: tokens. R: requests. D: hidden size. V: vocabulary. W: width of pooled vectors. L: width of the pooler's results.
     """
@@ -41,10 +41,10 @@ def build_model(config: ModelConfig) -> Any:
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
-    """Build the model for use with compiled code, which needs its tensors alone.
+    """Build the model for use with compiled code, which only needs the model's tensors.
 
-    A model with transformers' code becomes a Skeleton, without code; vision towers keep their code. cache_dir: see
-    `find_description`.
+    For a model with transformers' code, this is a Skeleton, which has the tensors but no code; vision towers keep their
+    code. cache_dir: see `find_description`.
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
@@ -54,7 +54,11 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
 
 
 def _completed(model: Any, config: ModelConfig) -> Any:
-    """Add the engine's parts to a transformers model: an MTP layer's projection, or recurrence states and a pooler."""
+    """Return a transformers model with the engine's parts added.
+
+    These are an MTP layer's projection if the model is a draft head; otherwise recurrence states and a pooler, if the
+    model has them.
+    """
     if config.head is not None:
         return make_mtp_layer(model, config)
     return _with_pooler(_with_states(model, config), config)
@@ -68,7 +72,10 @@ def _tower(config_json: str, dtype: torch.dtype) -> Any:
 
 
 def _with_states(model: Any, config: ModelConfig) -> Any:
-    """Add the recurrences' states to the model as buffers on the meta device, named in its `row_states`."""
+    """Add the states of the model's recurrences as buffers on the meta device, and list their names in `row_states`.
+
+    Returns the model. A model without recurrences is not changed.
+    """
     if (recurrences := config.recurrences) is not None:
         model.row_states = frozenset(state.name for state in recurrences.states)
         for state in recurrences.states:
@@ -80,7 +87,7 @@ def _with_states(model: Any, config: ModelConfig) -> Any:
 
 
 def _with_pooler(model: Any, config: ModelConfig) -> Any:
-    """Give a pooling model its pooler, which replaces a decoder's output projection.
+    """Add a pooler to a pooling model, and return the model. The pooler replaces a decoder's output projection.
 
     Models that do not pool, and classifiers with a head of their own, are returned unchanged.
     """
@@ -100,9 +107,9 @@ def _with_pooler(model: Any, config: ModelConfig) -> Any:
 
 
 def shards_of(config: EngineConfig) -> dict[str, Shard]:
-    """Return the shard of each parameter by name, with tied parameters under each of their names.
+    """Return the shard of each parameter by name. A tied parameter is listed under each of its names.
 
-    Returns an empty dict for a single rank. Raises the errors of `compare_shapes`.
+    Returns an empty dict without tensor parallelism. Raises the errors of `compare_shapes`.
     """
     if config.parallel.tensor_parallel_size == 1:
         return {}

@@ -1,4 +1,4 @@
-"""Apply the option hf_overrides: user values that replace those of a checkpoint's config.json."""
+"""Apply the option hf_overrides: values of the user that replace values of a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from compiled_engine.schema import read_mapping
 
 # Section with the rotary embedding's scaling, as named by transformers 4 and 5.
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
-# Fields that survive when the section is replaced; transformers 4 stores them outside of it.
+# Fields that are kept when the section is replaced; transformers 4 stores them outside of the section.
 ROPE_BASE = ("rope_theta", "partial_rotary_factor")
 
 
 def with_overrides(fields: JsonFields, overrides: Mapping[str, Any]) -> JsonFields:
-    """Return the fields of a config.json with overridden values.
+    """Return the fields of a config.json with the overrides applied.
 
-    Nested configurations, such as text_config, are merged value by value; any other value is replaced whole.
-    Quantisation settings are such other values; for rope sections see `_with_one_rope`.
+    Nested configurations, such as text_config, are merged value by value. All other values are replaced as a whole,
+    quantisation settings included. For rope sections see `_with_one_rope`.
     """
     if not overrides:
         return fields
@@ -41,10 +41,13 @@ def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `result` without the checkpoint's rope section if the user gives one, under either of the two names.
+    """Return `result` with a single rope section if the user gives one, under either name of ROPE_SECTIONS.
 
-    Otherwise the checkpoint's section could hide the user's. The values ROPE_BASE of the checkpoint's section stay
-    unless the user overrides them.
+    The checkpoint's section is dropped, since it could take precedence over the user's under the other name. Its values
+    of ROPE_BASE stay unless the user overrides them. If the user gives no section but overrides values of ROPE_BASE,
+    they also replace those in the checkpoint's section. `result` may be changed.
+
+    result: the merged values. stated: the checkpoint's values. given: the user's values.
     """
     parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
     base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}
@@ -60,7 +63,10 @@ def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Map
 
 
 def read_overrides(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Parse the option hf_overrides, a mapping or JSON. Raises TypeError or ValueError."""
+    """Return the option hf_overrides as a mapping. value: a mapping or a JSON text.
+
+    Raises TypeError or ValueError if `value` is neither, or has values that JSON cannot represent.
+    """
     overrides = read_mapping("hf_overrides", value, "a dict of values of config.json")
     try:
         json.dumps(overrides)

@@ -65,11 +65,11 @@ def read_model_config(
 ) -> tuple[ModelConfig, dict[str, str]]:
     """Return the configuration of a checkpoint folder's model, and the reasons for chosen values by dotted field name.
 
-    dtype, load_format, model_impl, quantization: as checked by EngineOptions. max_model_len: tokens, None for the
-    model's limit. device_type: cpu or cuda. hub_name, revision: name and commit of a checkpoint from the hub, whose
-    weights need not be downloaded yet. cache_dir: see `find_description`. quantization: None for the checkpoint's own.
-    quantization_ignore: targets to leave unquantised. pooling: the user's options for a pooling model. overrides:
-    values that replace those of config.json.
+    dtype, load_format, model_impl, quantization: as checked by EngineOptions. max_model_len: limit in tokens; None: the
+    model's own limit. device_type: cpu or cuda. hub_name, revision: name and commit of a checkpoint from the hub, whose
+    weights need not be downloaded yet; None for a local checkpoint. cache_dir: see `find_description`. quantization:
+    None: as the checkpoint is quantised. quantization_ignore: names or patterns of linears to leave unquantised.
+    pooling: the user's options for a pooling model. overrides: values that replace values of config.json.
 
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
@@ -155,9 +155,11 @@ def read_model_config(
 def _foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
 ) -> tuple[ModelConfig, str]:
-    """Return the configuration of a model with transformers' code, and the source of its max_model_len.
+    """Return the configuration of a model that runs transformers' code, and the source of its max_model_len.
 
-    If transformers does not know the architecture, the error also names the architectures that have textbook code.
+    names: architectures to try in order. architecture: the one that config.json states, for errors. Raises ValueError
+    as `foreign_model` does; if transformers knows none of the names, the error also names the architectures that have
+    textbook code.
     """
     try:
         return foreign_model(fields, path, dtype, cache_dir, names)
@@ -200,9 +202,10 @@ def _one_of_online() -> str:
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:
-    """Return whether to run the textbook's code instead of transformers'; adds the reason to `reasons`.
+    """Return whether to run textbook code, rather than transformers' code.
 
-    Raises ValueError if model_impl asks for the textbook, and it lacks the architecture.
+    If "auto" results in transformers' code, the reason is added to `reasons`. Raises ValueError if model_impl is
+    "textbook" and there is no textbook code for the architecture.
     """
     name = fields.texts("architectures")[0]
     if name not in FAMILIES and model_impl == "textbook":
@@ -220,7 +223,10 @@ def _known_to_the_textbook(name: str) -> str:
 def _auto_dtype(
     fields: JsonFields, path: Path, load_format: str, device_type: str, hub_name: str | None
 ) -> tuple[str, str]:
-    """Choose the dtype of a model for which the user gives none. Returns its name and the reason."""
+    """Choose the dtype of a model for which the user gives none. Returns the dtype's name and the reason.
+
+    Raises ValueError if the checkpoint's dtype is not supported, or not known before the weights are downloaded.
+    """
     if device_type == "cpu":
         return "float32", "CPUs compute float32 fastest, and it holds every checkpoint exactly"
     name = "dtype" if "dtype" in fields else "torch_dtype"

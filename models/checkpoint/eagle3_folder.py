@@ -1,8 +1,8 @@
-"""Read folders of EAGLE-3 heads in three formats: the original's, SpecForge's (used by SGLang) and speculators'.
+"""Read folders of EAGLE-3 heads in three formats: EAGLE-3's own, SpecForge's (used by SGLang) and speculators'.
 
 The formats differ in tensor names, in where config.json states the layer's shape, in defaults, and in how layers of the
-target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target model's
-token id minus its own.
+target model are counted. A head may have a smaller vocabulary than the target model: the tensor `d2t` holds, for each
+draft token, the target model's token id minus the draft token id.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ UNREAD = (TOKENS, "t2d", "mask_hidden")
 
 
 def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: str) -> tuple[ModelConfig, list[int]]:
-    """Return the configuration of a folder's head, and the layers of the target model (from 0) whose inputs it reads.
+    """Return the configuration of a folder's head, and the layers of the target model whose inputs the head reads.
 
-    target: the model to draft for. The head accepts positions up to max_model_len, whatever length it was trained with.
+    Layers are counted from 0. target: the model to draft for. max_model_len: the head accepts positions up to this
+    length, whatever length it was trained with. load_format: "dummy" for random weights; no tensors are read then.
     Raises ValueError for a field or tensor that is wrong or missing, and for a head of another model.
     """
     fields = JsonFields.from_file(path / "config.json")
@@ -85,7 +86,7 @@ def _layer_fields(fields: JsonFields) -> JsonFields:
 
 
 def is_head(path: Path) -> bool:
-    """Return whether the folder holds a head; False without a readable config.json."""
+    """Return whether the folder holds an EAGLE-3 head; False if its config.json cannot be read."""
     try:
         fields = JsonFields.from_file(path / "config.json")
     except ValueError:
@@ -95,10 +96,11 @@ def is_head(path: Path) -> bool:
 
 
 def _layers(fields: JsonFields, num_layers: int) -> list[int]:
-    """Return the layers whose inputs the head reads: those that are stated, or [2, num_layers // 2, num_layers - 3].
+    """Return the target model's layers (from 0) whose inputs the head reads.
 
-    SpecForge's ids count a layer's output, which is the next layer's input; the other formats count inputs, as vLLM
-    does.
+    These are the layers that the config states, or else [2, num_layers // 2, num_layers - 3]. num_layers: of the target
+    model. A SpecForge id n means the output of layer n, which is the input of layer n + 1; in the other formats, as in
+    vLLM, n means the input of layer n. Raises ValueError for layers that the model lacks.
     """
     section = fields.section(SPECFORGE)
     section.require_values(use_aux_hidden_state=True)
@@ -121,10 +123,10 @@ def _layers(fields: JsonFields, num_layers: int) -> list[int]:
 
 
 def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's parameters under their names in Eagle3Head.
+    """Return the tensors of a head's checkpoint, renamed to the parameter names of Eagle3Head.
 
-    A head without an embedding shares the target model's: an empty meta tensor takes its place. Raises ValueError if
-    the target model's embedding does not fit.
+    model: the head's configuration. If the checkpoint has no embedding, the head shares the target model's embedding: a
+    meta tensor takes its place. Raises ValueError if the target model's embedding does not have the head's hidden size.
     """
     assert model.head is not None
     found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -144,17 +146,18 @@ def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dic
 
 
 def has_embedding(model: ModelConfig) -> bool:
-    """Return whether a head's folder holds an embedding; False for random weights."""
+    """Return whether a head's folder holds an embedding; False if the head has random weights ("dummy")."""
     if model.load_format == "dummy":
         return False
     return any(name.removeprefix("model.") == EMBEDDING for name in map_tensors(model.path))
 
 
 def draft_tokens(model: ModelConfig, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the target model's token id of each draft token, int64 [Vd].
+    """Return the target model's token id of each draft token, int64 [Vd]. Vd: size of the draft vocabulary.
 
-    tensors: the folder's tensors; None reads them. Without a mapping `d2t` the ids are the same. Raises ValueError if
-    the mapping is wrong, or missing although the draft vocabulary is smaller.
+    model: the head's configuration. tensors: the tensors of the head's folder; None: read them. Without the tensor
+    `d2t`, a draft token and its token of the target model have the same id. Raises ValueError if `d2t` is wrong, or
+    missing although the draft vocabulary is smaller.
     """
     assert model.head is not None
     count, most = model.head.vocab_size, model.vocab_size

@@ -1,4 +1,4 @@
-"""Defaults of each textbook architecture for fields missing in config.json, as in transformers."""
+"""Define, for each textbook architecture, the defaults of fields that config.json lacks, as in transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ class Biases:
 
 @dataclass(frozen=True)
 class Family:
-    """Defaults of one architecture, and functions that read its own fields."""
+    """The defaults of one architecture, and functions that read fields which only this architecture has.
+
+    biases, experts: return the configuration from the fields (and the number of layers). sliding_windows: returns the
+    window of each layer, None for full attention.
+    """
 
     num_kv_heads: int | None  # default; None: one per query head
     head_dim: int | None  # default; None: hidden size / heads
@@ -54,10 +58,10 @@ def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
 
 
 def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for full attention.
+    """Return the sliding window of each layer, None for full attention.
 
-    With `use_sliding_window`, the sliding layers of `layer_types` have a window. Without the field `layer_types`,
-    layers from `max_window_layers` on have it.
+    If `use_sliding_window` is true, the layers of type sliding_attention in `layer_types` have a window; if the field
+    `layer_types` is missing, all layers from `max_window_layers` on have one.
     """
     in_use = fields.boolean("use_sliding_window", False)
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None
@@ -69,7 +73,7 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
 
 
 def _qwen_moe_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, the same for all; None for full attention."""
+    """Return the sliding window of each layer, which is the same for all layers; None for full attention."""
     in_use = fields.boolean("use_sliding_window", False)
     return (fields.nullable_integer("sliding_window", absent=4096) if in_use else None,) * num_layers
 
@@ -97,7 +101,10 @@ def _gemma3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ..
 
 
 def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[int | None, ...]:
-    """Return the window of each layer. Without `layer_types`, all layers but the last of each period have a window."""
+    """Return the sliding window of each layer, None for full attention.
+
+    Without the field `layer_types`, all layers have a window except the last of every `period` layers.
+    """
     window = fields.nullable_integer("sliding_window", absent=4096)
     types = fields.texts("layer_types") if "layer_types" in fields else None
     if types is None:
@@ -106,9 +113,9 @@ def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[in
 
 
 def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
-    """Return the configuration of the experts, with the layers that have a dense MLP instead.
+    """Return the configuration of the experts, which also lists the layers that have a dense MLP instead of experts.
 
-    A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it.
+    A layer is dense if `mlp_only_layers` lists it, or if its number, from 1, is no multiple of `decoder_sparse_step`.
     """
     named = fields.values.get("mlp_only_layers") or []
     are_layers = isinstance(named, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in named)
@@ -122,7 +129,10 @@ def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 
 
 def _number_of_experts(fields: JsonFields) -> int:
-    """Return the number of experts: num_experts in transformers 4, also num_local_experts in 5."""
+    """Return the number of experts, from the field num_experts or num_local_experts.
+
+    transformers 4 writes num_experts, transformers 5 either.
+    """
     return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", 128)
 
 

@@ -1,4 +1,4 @@
-"""Lists of file and tensor names for error messages."""
+"""Makes lists of file names and tensor names for error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 def pickle_names(folder: Path) -> list[str]:
-    """Return the names of a folder's pickle files. They are never read, since unpickling can run code."""
+    """Return the sorted names of a folder's pickle files. The files are never read, since unpickling can run code."""
     return sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
 
 

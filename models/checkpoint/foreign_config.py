@@ -1,4 +1,4 @@
-"""Convert config.json to the ModelConfig of a model that runs transformers' code."""
+"""Convert a config.json to the ModelConfig of a model that runs transformers' code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from compiled_engine.models.foreign.find_description import find_description
 def foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: Sequence[str]
 ) -> tuple[ModelConfig, str]:
-    """Return the model's configuration, and the source of its max_model_len, the longest supported length.
+    """Return the model's configuration, and a text that names the source of its max_model_len.
 
-    cache_dir: see `find_description`. names: architectures to try in order, until transformers knows one. Raises
-    ValueError, with the name, for a model that transformers lacks or the engine cannot run.
+    max_model_len is the longest length that the model supports. fields: the fields of config.json. path: the
+    checkpoint's folder. cache_dir: see `find_description`. names: architectures to try in order; the first one that
+    transformers knows is used. Raises UnknownArchitectureError if transformers knows none of them, and ValueError for a
+    model that the engine cannot run.
     """
     name, *others = names
     config_json = json.dumps(fields.replaced(architectures=[name]).values, sort_keys=True)

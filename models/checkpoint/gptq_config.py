@@ -1,4 +1,4 @@
-"""Convert the quantization_config of GPTQ and AWQ checkpoints to rules."""
+"""Convert the quantization_config of GPTQ and AWQ checkpoints to quantisation rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Qua
 
 # Fields that GPTQModel lets `dynamic` change for modules.
 _CHANGED = ("bits", "group_size", "sym", "desc_act")
-# Fields about calibration, which change nothing that is read.
+# Fields about calibration, which do not affect how the checkpoint is read.
 _OF_CALIBRATION = ("damp_percent", "static_groups", "true_sequential", "mse")
 
 
 def read_gptq(config: JsonFields) -> Quantisation:
-    """Return the rules of a GPTQ checkpoint. Raises ValueError for unsupported bit widths and layouts."""
+    """Return the quantisation rules of a GPTQ checkpoint. config: its quantization_config.
+
+    Raises ValueError for unsupported bit widths, layouts and other settings.
+    """
     config.require("is_marlin_format", not config.values.get("is_marlin_format"), f"false{INSTEAD}")
     name = "checkpoint_format" if "checkpoint_format" in config else "format"
     layout = config.one_of(name, (GPTQ, GPTQ_V2), GPTQ, instead=INSTEAD)
@@ -39,7 +42,10 @@ def read_gptq(config: JsonFields) -> Quantisation:
 
 
 def read_awq(config: JsonFields) -> Quantisation:
-    """Return the rules of an AWQ checkpoint. Raises ValueError for unsupported bit widths and layouts."""
+    """Return the quantisation rules of an AWQ checkpoint. config: its quantization_config.
+
+    Raises ValueError for unsupported bit widths, layouts and other settings.
+    """
     config = config.replaced(version=str(config.values.get("version") or "gemm").lower())
     config.one_of("version", ("gemm",), instead=INSTEAD)
     config.require_values(INSTEAD, backend="autoawq", zero_point=True)
@@ -66,7 +72,7 @@ def _bits(fields: JsonFields, name: str, allowed: tuple[int, ...]) -> int:
 
 
 def _group_size(fields: JsonFields, name: str) -> int:
-    """Return the number of columns of a group; 0 for whole rows."""
+    """Return the number of columns that share a scale, from the field `name`; 0 if all columns do (field -1)."""
     if fields.values.get(name) == -1:
         return 0
     size = fields.integer(name)

@@ -1,7 +1,7 @@
 """Find or download checkpoints of the Hugging Face Hub: from `org/name` to a folder in huggingface_hub's cache.
 
-Files in the cache are used without contacting the hub. Missing ones are downloaded: configs, tokenizer and safetensors
-files only. Small files come first; weights follow when they are about to be loaded.
+Files in the cache are used without contacting the hub. Missing files are downloaded, but only configs, tokenizer files
+and safetensors files. Small files are downloaded first; weights are downloaded when they are about to be loaded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _OF_MODULES = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub as the user named it."""
+    """A repository of the hub, as named by the user's options."""
 
     field: str  # option that names it, for errors
     name: str
@@ -75,7 +75,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of one commit of a repository in huggingface_hub's cache."""
+    """A snapshot: the folder in huggingface_hub's cache that holds the files of one commit of a repository."""
 
     path: Path
     origin: str  # source of the files, in words
@@ -86,12 +86,13 @@ class Snapshot:
 
 
 def find_checkpoint(repository: Repository, progress: Progress, *, with_weights: bool) -> Snapshot:
-    """Return a snapshot that holds configs and tokenizer. with_weights: require weights, in the snapshot or in the
-    repository.
+    """Return a snapshot that holds configs and tokenizer, downloaded if necessary.
+
+    with_weights: whether weights must be in the snapshot or at least in the repository; they are not downloaded.
 
     Raises ValueError for an unknown repository or revision, or one without a readable checkpoint; PermissionError for a
-    gated one; FileNotFoundError for files missing in the cache while HF_HUB_OFFLINE is set; ConnectionError if the hub
-    cannot be reached.
+    gated repository or refused access; FileNotFoundError if files are missing in the cache while HF_HUB_OFFLINE is set;
+    ConnectionError if the hub cannot be reached.
     """
     cached = _cached(repository, CONFIG)
     lacking = _lacking(repository, cached, with_weights)
@@ -115,7 +116,7 @@ def find_checkpoint(repository: Repository, progress: Progress, *, with_weights:
 
 
 def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot:
-    """Return a snapshot with a tokenizer. Raises the errors of `find_checkpoint`."""
+    """Return a snapshot with a tokenizer, downloaded if necessary. Raises the errors of `find_checkpoint`."""
     for name in VOCABULARY_FILES:
         if cached := _cached(repository, name):
             return Snapshot(cached, "from the cache of huggingface_hub")
@@ -130,7 +131,10 @@ def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot
 
 
 def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
-    """Return a snapshot with an adapter's two files. Raises the errors of `find_checkpoint`."""
+    """Return a snapshot with the two files of a LoRA adapter, downloaded if necessary.
+
+    Raises the errors of `find_checkpoint`.
+    """
     if all(_cached(repository, name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
         folder = _cached(repository, WEIGHTS_FILE)
         assert folder is not None
@@ -145,12 +149,15 @@ def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a snapshot has all weights."""
+    """Return whether a snapshot's folder has all weights of the checkpoint."""
     return not _weights_problem(folder)
 
 
 def download_weights(name: str, folder: Path, progress: Progress) -> None:
-    """Download missing weights into a snapshot returned by `find_checkpoint`. Raises the errors of that function."""
+    """Download missing weights into a snapshot that `find_checkpoint` returned.
+
+    name: the repository's name. folder: the snapshot's folder. Raises the errors of `find_checkpoint`.
+    """
     if has_weights(folder):
         return
     repository = Repository("model", name, folder.name, folder.parents[2])
@@ -162,10 +169,11 @@ def download_weights(name: str, folder: Path, progress: Progress) -> None:
 def describe_weights(
     name: str, folder: Path, choose: Callable[[Collection[str]], Collection[str]]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a snapshot's weights on the meta device, from the headers of the files on the hub.
+    """Return a snapshot's weights as meta tensors by name, from the headers of the safetensors files on the hub.
 
-    folder: the snapshot. choose: returns the names whose files are read, from all names of the index. Without an index
-    all files are read. Raises the errors of `find_checkpoint`.
+    name: the repository's name. folder: the snapshot's folder. choose: selects tensor names from all names of the
+    index; only the headers of the files with these tensors are read, and all their tensors are returned. Without an
+    index the headers of all files are read. Raises the errors of `find_checkpoint`.
     """
     repository = Repository("model", name, folder.name, folder.parents[2])
     found: dict[str, torch.Tensor] = {}
@@ -186,21 +194,25 @@ def describe_weights(
 
 
 def _cached(repository: Repository, file: str) -> Path | None:
-    """Return the revision's snapshot folder if the cache has this file in it; None otherwise."""
+    """Return the snapshot folder of the repository's revision if the cache has `file` in it; None otherwise."""
     with _errors_in_words(repository, ""):
         path = try_to_load_from_cache(repository.name, file, repository.cache_dir, repository.revision)
     return Path(path).parent if isinstance(path, str) else None
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """Describe what the cache lacks of a repository's config and, if required, of the weights; "" if nothing."""
+    """Return a text that names what the cache lacks: the revision or, if with_weights, weights.
+
+    Returns "" if the cache lacks neither. cached: the snapshot folder with the revision's config; None if the cache
+    does not have it.
+    """
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""
 
 
 def _weights_problem(folder: Path) -> str:
-    """Describe weights missing in a snapshot; "" if it is complete."""
+    """Return a text that names the weight files that a snapshot's folder lacks; "" if no weights are missing."""
     if (folder / INDEX).is_file():
         return name_some([name for name in indexed_files(folder) if not (folder / name).is_file()])
     try:
@@ -216,7 +228,7 @@ def _has_vocabulary(folder: Path) -> bool:
 
 
 def _list_files(repository: Repository) -> dict[str, int]:
-    """Return the repository's files at the revision, with sizes in bytes."""
+    """Return the files of the repository's revision on the hub, with their sizes in bytes."""
     info = HfApi().model_info(
         repository.name,
         revision=repository.revision,
@@ -227,9 +239,13 @@ def _list_files(repository: Repository) -> dict[str, int]:
 
 
 def _weight_files(repository: Repository, listed: dict[str, int], folder: Path | None) -> list[str]:
-    """Return the checkpoint's safetensors files: those of the index in `folder`, the single file, or all.
+    """Return the names of the checkpoint's safetensors files.
 
-    Files in other formats or in subfolders are skipped: they hold the same weights again.
+    These are the files that the index in `folder` names, the single file model.safetensors, or else all files that end
+    in .safetensors. Files in other formats or in subfolders are skipped: they hold the same weights again.
+
+    listed: the repository's files. folder: the snapshot's folder, None if there is none. Raises ValueError if there are
+    no such files, or if the index names files that are missing.
     """
     if INDEX in listed and folder is not None and (folder / INDEX).is_file():
         names = indexed_files(folder)
@@ -250,9 +266,10 @@ def _weight_files(repository: Repository, listed: dict[str, int], folder: Path |
 
 
 def _download_first(repository: Repository, name: str) -> Path:
-    """Download a file by the revision's name, so that the cache maps the revision to a commit.
+    """Download one file of the repository's revision. Returns the snapshot's folder.
 
-    Returns the snapshot's folder.
+    The file is requested by the revision's name instead of the commit's, so that the cache maps that name to the
+    commit.
     """
     path = hf_hub_download(
         repository.name,
@@ -267,7 +284,11 @@ def _download_first(repository: Repository, name: str) -> Path:
 def _download(
     repository: Repository, folder: Path, names: Sequence[str], listed: dict[str, int], progress: Progress
 ) -> None:
-    """Download missing files one by one; the library parallelises within a large file."""
+    """Download files that the snapshot lacks, one by one; huggingface_hub parallelises within a large file.
+
+    folder: the snapshot's folder. names: the files that it should have. listed: sizes of the repository's files in
+    bytes.
+    """
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         return
@@ -304,15 +325,16 @@ def _report_to(advance: Advance) -> type[tqdm]:
 
 
 def _named(repository: Repository) -> str:
-    """Return the beginning of an error message: the option that names the repository, and the name."""
+    """Return the beginning of an error message: the user's option, the repository that it names, and the hub."""
     return f"{repository.field} is {repository.name!r} on {constants.ENDPOINT}"
 
 
 @contextmanager
 def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
-    """Convert huggingface_hub's errors to one line that says what is wrong and what to do.
+    """Convert errors of huggingface_hub that are raised within a `with` block.
 
-    lacking: files missing in the cache.
+    The new errors are those of `find_checkpoint`. Their messages are one line that says what is wrong and what to do.
+    lacking: names what the cache lacks, for the messages.
     """
     name, hub = repository.name, constants.ENDPOINT
     start = f"{repository.field} is {name!r}, which is no local folder"

@@ -1,4 +1,4 @@
-"""Read typed fields of a JSON object; mistakes raise a ValueError that names file, field and value."""
+"""Read typed fields of a JSON object. A wrong field raises ValueError with the file, the field and its value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def is_lfs_text(first: bytes) -> bool:
-    """Return whether these first bytes of a file, at least 8, are those of a Git LFS pointer."""
+    """Return whether a file that begins with the bytes `first` is a Git LFS pointer; False for fewer than 8 bytes."""
     return len(first) >= 8 and first[: len(_FIRST_BYTES)] == _FIRST_BYTES[: len(first)]
 
 
@@ -40,9 +40,10 @@ def describe_lfs_pointer(path: Path) -> str:
 
 @dataclass(frozen=True)
 class JsonFields:
-    """Fields of one JSON object.
+    """The fields of one JSON object, with methods that return a field's value and check its type.
 
-    A missing or null field takes the method's `default`; without a default it is an error.
+    If a field is missing or null, these methods return `default`. They raise ValueError if `default` is None, or if the
+    value is not allowed.
     """
 
     source: str  # origin of the object, for errors
@@ -50,7 +51,7 @@ class JsonFields:
 
     @classmethod
     def from_file(cls, path: Path) -> JsonFields:
-        """Read a file. Raises ValueError if it is missing, a Git LFS pointer, not JSON, or no object."""
+        """Read a JSON file. Raises ValueError if the file is missing, a Git LFS pointer, not JSON, or not an object."""
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -59,7 +60,7 @@ class JsonFields:
 
     @classmethod
     def from_text(cls, path: Path, text: bytes) -> JsonFields:
-        """Parse the content `text` of the file `path`. Raises the errors of `from_file`."""
+        """Parse `text`, the content of the file `path`. Raises the errors of `from_file`."""
         try:
             if not text.strip():
                 raise ValueError("it is empty")
@@ -73,7 +74,7 @@ class JsonFields:
         return cls(str(path), values)
 
     def replaced(self, **values: Any) -> JsonFields:
-        """Return a copy in which the fields named by the keywords have these values."""
+        """Return a copy in which each field named by a keyword has the keyword's value."""
         return JsonFields(self.source, self.values | values)
 
     def __contains__(self, name: str) -> bool:
@@ -86,21 +87,21 @@ class JsonFields:
         return ValueError(f"{self.source}: {name} must be {allowed}, got {shown}")
 
     def require(self, name: str, holds: bool, allowed: str) -> None:
-        """Raise ValueError, with the field's value and what is allowed, unless `holds`."""
+        """Raise ValueError unless `holds`. The error states the value of the field `name`, and `allowed`."""
         if not holds:
             raise self.error(name, allowed)
 
     def require_values(self, instead: str = "", **supported: Any) -> None:
-        """Raise ValueError unless each of these fields is absent, null or the one supported value.
+        """Raise ValueError unless each field named by a keyword is missing, null or equal to the keyword's value.
 
-        instead: the alternative, for the error.
+        instead: appended to the error, such as a hint at an alternative.
         """
         for name, value in supported.items():
             shown = value if isinstance(value, str) else json.dumps(value)
             self.require(name, self.values.get(name) in (None, value), f"{shown}{instead}")
 
     def one_of(self, name: str, allowed: Collection[str], default: str | None = None, *, instead: str = "") -> str:
-        """Return the field's string, which must be one of `allowed`. instead: the alternative, for the error."""
+        """Return the field's string, which must be one of `allowed`. instead: as in `require_values`."""
         value = self.text(name, default)
         self.require(name, value in allowed, f"one of {', '.join(allowed)}{instead}")
         return value
@@ -113,7 +114,7 @@ class JsonFields:
         return value
 
     def nullable_integer(self, name: str, absent: int | None) -> int | None:
-        """Return the field's whole number of at least 1, None if it is null, or `absent` if the field is missing."""
+        """Return the field's whole number, at least 1; None if the field is null, `absent` if it is missing."""
         if name not in self:
             return None if name in self.values else absent
         return self.integer(name)
@@ -126,7 +127,7 @@ class JsonFields:
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return the field's list, which must hold finite numbers above 0, at least one."""
+        """Return the field's list, which must hold at least one number, all finite and above 0."""
         value = self._value(name, None)
         are_numbers = isinstance(value, list) and value and all(type(each) in (int, float) for each in value)
         if not are_numbers or not all(math.isfinite(each) and each > 0 for each in value):
@@ -146,7 +147,7 @@ class JsonFields:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return the field's list, which must hold strings, at least one."""
+        """Return the field's list, which must hold at least one string and nothing else."""
         value = self._value(name, None)
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self.error(name, "a list of strings")
@@ -167,7 +168,7 @@ class JsonFields:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Describe the files that a folder without config.json holds instead; "" for files of an unknown kind."""
+    """Return the end of an error about a missing file, if the folder holds an adapter or GGUF files; "" otherwise."""
     if (folder / "adapter_config.json").exists():
         return "; the folder holds an adapter (adapter_config.json): merge it into its base model first"
     if any(folder.glob("*.gguf")):

@@ -1,7 +1,7 @@
-"""Read the scales of an FP8 KV cache from a checkpoint: one per layer, or one per K/V head, for keys and for values.
+"""Read the scales of an FP8 KV cache from a checkpoint: for keys and for values, one per layer or one per K/V head.
 
-Names: `self_attn.k_scale` (compressed-tensors), `self_attn.k_proj.k_scale` (modelopt), and
-`self_attn.k_proj.output_scale` (older files); `v` likewise. A key is its 8-bit value times the scale.
+Names of the tensors: `self_attn.k_scale` (compressed-tensors), `self_attn.k_proj.k_scale` (modelopt), and
+`self_attn.k_proj.output_scale` (older files); for values, `v` instead of `k`. A key is its 8-bit value times the scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:([kv])_scale|([kv])_pro
 
 
 def find_kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[int, str], str]:
-    """Return the names of the tensors with scales of the KV cache, by layer and kind, `k` or `v`."""
+    """Return the names of the tensors that hold scales of the KV cache, by (layer, "k" or "v")."""
     found = {}
     for name in tensors:
         if match := _NAME.match(name):
@@ -34,11 +34,12 @@ def kv_scales_of(
     rank: int,
     num_ranks: int,
 ) -> torch.Tensor:
-    """Return a rank's values of a parameter with the role KV_SCALES: [2, K], for keys and values of K heads.
+    """Return a rank's values of `leaf`, a parameter with the role KV_SCALES: [2, K], for keys and values of K heads.
 
-    num_kv_heads: heads of the undivided layer. Scales that the checkpoint lacks are 1. Scales below LEAST_SCALE, as of
-    heads whose values are all 0, are raised to it. Raises ValueError, with the tensor's name, unless all scales are
-    finite and positive.
+    tensors: the checkpoint's. names: from `find_kv_scales`. num_kv_heads: K/V heads of the whole layer, on all ranks.
+    Scales that the checkpoint lacks are 1. Scales below LEAST_SCALE, as for heads whose values are all 0, are raised to
+    LEAST_SCALE. Raises ValueError, with the tensor's name, if a tensor has a wrong number of scales, or a scale that is
+    not finite and positive.
     """
     layer = int(leaf.name.split(".")[1])
     scales_2K = torch.ones(leaf.shape)

@@ -1,4 +1,4 @@
-"""Names of a model's linears, and the check that targets to be left unquantised exist."""
+"""List the names of a model's linears, and check that quantisation targets match one of the names."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _WEIGHT = ".weight"
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return the names that quantisation rules are matched against: linears, and matrices of experts.
+    """Return the names that quantisation rules are matched against: those of linears and of the matrices of experts.
 
-    model: a textbook model, or a module that only holds parameters. In the latter an embedding looks like a linear, so
-    its name is included.
+    model: a textbook model, or a module that only holds parameters. In a module that only holds parameters, an
+    embedding cannot be told from a linear; its name is included.
     """
     return list(dict.fromkeys(_names(model)))
 
 
 def require_linears(option: str, targets: Sequence[str], names: Collection[str]) -> None:
-    """Raise ValueError for a target (see quantisation.Rule) that matches none of the names."""
+    """Raise ValueError if one of the targets (see quantisation.Rule) matches none of the names.
+
+    option: the user's option that has the targets, for the error. names: those of the model's linears.
+    """
     unused = next((target for target in targets if not any(matches(target, name) for name in names)), None)
     if unused is None:
         return

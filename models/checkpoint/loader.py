@@ -1,4 +1,4 @@
-"""Load a rank's weights from a checkpoint; everything is checked before anything is copied."""
+"""Load a rank's weights from a checkpoint. All tensors are checked before any tensor is copied."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ log = logging.getLogger("compiled_engine")
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy to make while loading: of a view of a tensor, or of whole encoded tensors, into a view of a parameter."""
+    """A copy to make while loading, into `target`, a view of a parameter.
+
+    sources: a view of a tensor of the checkpoint; or, if `encoded` is given, the whole tensors from which the values
+    are decoded or unpacked.
+    """
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
@@ -65,11 +69,11 @@ def load_weights(
     num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> None:
-    """Copy each tensor of the checkpoint to its place, converted to the dtype there, and compute derived parameters.
+    """Copy the checkpoint's tensors into the rank's parameters, and compute derived parameters.
 
-    Missing files of a checkpoint from the hub are downloaded first. With config.load_format "dummy" the weights are
-    random. Arguments and errors: see `check_weights`; also raises ValueError if files are missing or damaged, and
-    OSError if a download fails.
+    Values are converted to the parameters' dtypes. Missing files of a checkpoint from the hub are downloaded first. If
+    config.load_format is "dummy", the weights are filled with random values instead. For the arguments and errors see
+    `check_weights`; also raises ValueError if files are missing or damaged, and OSError if a download fails.
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
@@ -87,7 +91,7 @@ def load_weights(
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Tensors of a checkpoint that fit the parameters of a rank, and can be copied into them."""
+    """The tensors of a checkpoint after `check_weights`: they fit a rank's parameters, and can be copied into them."""
 
     weights: Weights
     rank: int
@@ -97,7 +101,7 @@ class CheckedWeights:
     kv_scales: Mapping[str, torch.Tensor]  # values of the KV scale parameters
 
     def copy(self, progress: Progress) -> None:
-        """Copy the tensors into the parameters, whose addresses do not change, and compute derived parameters."""
+        """Copy the tensors into the parameters, and compute derived parameters. No parameter's address changes."""
         order = {name: place for place, name in enumerate(self.tensors)}
         with progress.stage("load weights", sum(map(len, self.parts.values()))) as advance:
             for batch in self.weights.batches():
@@ -122,12 +126,14 @@ def check_weights(
     num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> CheckedWeights:
-    """Check a checkpoint's tensors against the model, and find the places of this rank's parts. No weight is changed.
+    """Check a checkpoint's tensors against the model, and find the parts of them that this rank needs.
+
+    No parameter is changed; `CheckedWeights.copy` copies the parts.
 
     tensors: by the checkpoint's names. weights: the rank's parameters. model, config: those of the undivided model; the
-    model gives names and shapes, and may be on the meta device. rank, num_ranks: for tensor parallelism; only this
-    rank's parts are copied. cache_dir: folder of a file with placements for transformers' models; the file is read, or
-    written if it is missing; None: no file.
+    model gives names and shapes, and may be on the meta device. rank, num_ranks: for tensor parallelism. cache_dir:
+    folder of a file with placements for transformers' models; the file is read, or written if it is missing; None: no
+    file is used.
 
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or dtype, or tied but different. Tensors that
     are not quantised must have a dtype of STORED_DTYPES.
@@ -160,7 +166,10 @@ def check_weights(
 
 
 def _tell_decoded(weights: Weights, parts: Mapping[str, Sequence[Placement]], config: ModelConfig) -> None:
-    """Warn of weights that the checkpoint holds in codes and the model in its dtype, with the bytes that this costs."""
+    """Log a warning if quantised weights of the checkpoint are decoded to the model's dtype while they are loaded.
+
+    The warning states the number of these weights and the bytes that they take in addition to their codes.
+    """
     decoded, num_weights = 0, 0
     for leaf in weights.leaves():
         bits = [_bits_of(part) for part in parts[leaf.name] if part.decode and leaf.role not in QUANTISED]
@@ -182,9 +191,10 @@ def _bits_of(part: Placement) -> int:
 def _kv_scales(
     weights: Weights, tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, num_ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values of all KV scale parameters by name; missing scales are 1. Warns if all are missing.
+    """Return the values of the rank's KV scale parameters, by parameter name.
 
-    A layer that reads the keys and values of an earlier layer has the earlier layer's scales.
+    Scales that the checkpoint lacks are 1; if it has none, a warning is logged. A layer that reads the keys and values
+    of an earlier layer has the earlier layer's scales.
     """
     leaves = [leaf for leaf in weights.leaves() if leaf.role == KV_SCALES]
     names = find_kv_scales(tensors)
@@ -208,7 +218,10 @@ def _placements(
 
 
 def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
-    """Cut placements to this rank's part of a tensor. Returns [] if the rank's part holds no stored values."""
+    """Return the parts of the placements that this rank's part of the tensor `leaf` needs.
+
+    Returns [] if the rank's part is all zeros, see `_is_zero`.
+    """
     if _is_zero(leaf, rank):
         return []
     if leaf.shard is None or leaf.shard.dim is None:
@@ -218,14 +231,17 @@ def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_rank
 
 
 def _is_zero(leaf: Parameter, rank: int) -> bool:
-    """Return whether the tensor is all zeros on this rank, because only the first rank holds it."""
+    """Return whether the tensor is all zeros on this rank because only rank 0 has its values."""
     return leaf.shard is not None and leaf.shard.first_only and rank > 0
 
 
 def _require_equal(
     read: Sequence[Placement], twins: Sequence[Placement], tensors: Mapping[str, torch.Tensor], path: Path
 ) -> None:
-    """Raise ValueError if an unread copy of a tied tensor differs from the one that is read."""
+    """Raise ValueError if a checkpoint's copies of a tied tensor differ.
+
+    read: placements of the copy that is read. twins: placements of the copies that are not read.
+    """
     by_place = {part.placed: part for part in read}
     for twin in twins:
         part = by_place.get(twin.placed)
@@ -278,11 +294,15 @@ EXPONENT = 126 + round(math.log2(STANDARD_DEVIATION / ELEMENTS["mxfp4"].deviatio
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Fill the weights in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
+    """Fill the weights in place with random values, which are reproducible.
 
-    Quantised values span their whole range; their scales give dequantised weights about the same deviation. KV scales
-    become 1, and buffers keep their values. Values depend on the seed, the tensor's name and the kind of device, but
-    neither on how tensors are packed nor on the number of ranks: a divided tensor is generated whole, one at a time.
+    The values are normally distributed with STANDARD_DEVIATION, around 1 for norms and around 0 otherwise. Quantised
+    values span their whole range; with their scales, dequantised weights have about the same deviation. KV scales
+    become 1, and buffers keep their values.
+
+    The values depend on the seed, the tensor's name and the device type, but neither on how tensors are packed nor on
+    the number of ranks. For this, a tensor that is divided among ranks is generated as a whole; only one such tensor is
+    in memory at a time.
     """
     for batch in weights.batches():
         for leaf, target in batch:

@@ -1,4 +1,4 @@
-"""Match a checkpoint's tensors to those of a textbook or transformers model, and check all of them."""
+"""Match a checkpoint's tensors to the tensors of a textbook or transformers model, and check all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Matched:
-    """Placements to read for each tensor of the model, by its name; for a tied tensor, by the first of its names."""
+    """The placements of a checkpoint's tensors in the model, by the name of the model's tensor.
+
+    A tied tensor has several names; the first one is used here. read: the placements to read.
+    """
 
     read: Mapping[str, Sequence[Placement]]
     # placements of further copies, if a checkpoint stores a tied tensor several times
@@ -46,10 +49,11 @@ class Matched:
 def match_tensors(
     tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
 ) -> Matched:
-    """Match the checkpoint's tensors to the model's by name.
+    """Match the checkpoint's tensors to the model's by name, and return their placements.
 
-    model: undivided, may be on the meta device. cache_dir: see `find_weight_plan`; only for transformers' models.
-    Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
+    model: the undivided model, which may be on the meta device. cache_dir: see `find_weight_plan`; only used for
+    transformers' models. Raises ValueError if tensors are missing or unexpected, have a wrong shape, dtype or value, or
+    are quantised against the rules.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
     beside = {name for each in stored.values() for name in each.beside}
@@ -85,7 +89,10 @@ def match_tensors(
 
 
 def _is_zero_bias(name: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> bool:
-    """Return whether a tensor is a bias of zeros, which writers of GPTQ store for linears without a bias."""
+    """Return whether a tensor is an all-zero bias of a quantised linear.
+
+    Writers of GPTQ checkpoints store such biases for linears without a bias.
+    """
     module, _, kind = name.rpartition(".")
     return kind == "bias" and f"{module}.weight" in stored and not tensors[name].any()
 
@@ -97,9 +104,10 @@ def _of_transformers(
     shapes: Mapping[str, Shape],
     cache_dir: Path | None,
 ) -> tuple[list[Placement], Problems]:
-    """Match the checkpoint's tensors to the model's as transformers does.
+    """Match the checkpoint's tensors to the model's as transformers does. Returns the placements, and the problems.
 
-    Tensors of a pooler, and of the projection of an MTP layer, are matched by name.
+    Tensors of a pooler, and of the projection of an MTP layer, are matched by name. own: the model's tensors by name.
+    shapes: of the checkpoint's tensors. Raises ValueError if transformers' conversions do not fit the model.
     """
     added = [name for name in shapes if name.startswith((f"{POOLER}.", f"{PROJECTION}.")) and name in own]
     stated = {name: shape for name, shape in shapes.items() if name not in added}
@@ -120,7 +128,11 @@ def _of_transformers(
 def _of_textbook(
     model: nn.Module, own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[list[Placement], Problems]:
-    """Match the checkpoint's tensors to the model's by name. Experts declare their tensors' names."""
+    """Match the checkpoint's tensors to the model's by name. Returns the placements, and the problems.
+
+    An Experts module declares the names of its tensors. own: the model's parameters by name. shapes: shapes of the
+    checkpoint's tensors.
+    """
     expected = {name: (name, tuple((0, size) for size in tensor.shape)) for name, tensor in own.items()}
     of_file = {name: tuple(tensor.shape) for name, tensor in own.items()}
     for path, module in model.named_modules():
@@ -148,9 +160,10 @@ def _of_textbook(
 def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
-    """Return (read, twins): the placements to read, and the placements of further copies of tied tensors.
+    """Return (read, twins): the placements to read, and those of further copies of tied tensors.
 
-    Both are by the name of the model's tensor, for a tied tensor by the first of its names.
+    Both are dicts by the name of the model's tensor; a tied tensor is listed under the first of its names. own: the
+    model's tensors by name.
     """
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
@@ -167,7 +180,10 @@ def _tied_apart(
 def _misfits(
     read: Mapping[str, Sequence[Placement]], own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> Problems:
-    """List tensors of transformers' model that are not fully covered, and placements that exceed their tensor."""
+    """Return the model's tensors that placements do not fill ("missing"), and placements that do not fit their tensor.
+
+    own: the tensors of a transformers model by name. shapes: shapes of the checkpoint's tensors.
+    """
     owners: dict[int, str] = {}
     for name, tensor in own.items():
         owners.setdefault(id(tensor), name)

@@ -1,4 +1,4 @@
-"""Reads the settings of a checkpoint's feature extractor, if the engine can compute its features from samples."""
+"""Reads the settings of a checkpoint's feature extractor, and checks that the engine can compute its features."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.speech import MelSettings, SpeechDescription
 
 EXTRACTOR = "WhisperFeatureExtractor"
-# Files with the settings: within those of the whole processor, or alone; and their names there.
+# Files with the settings: WHOLE_FILE has them among the settings of the whole processor, under one of WHOLE_NAMES;
+# SETTINGS_FILE has only them.
 WHOLE_FILE, SETTINGS_FILE = "processor_config.json", "preprocessor_config.json"
 WHOLE_NAMES = ("feature_extractor", "audio_processor")
-# Of the extractor, in this version of transformers: defaults of fields that the file may leave out.
+# transformers' defaults of the extractor's fields, which the file may leave out.
 DEFAULTS = {"feature_size": 80, "sampling_rate": 16_000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 ZERO = ("dither", "padding_value")  # noise, and padding other than silence, are left to the extractor
 
 
 def read_mel_settings(folder: Path, speech: SpeechDescription) -> MelSettings:
-    """Return the settings in a checkpoint's folder.
+    """Return the settings of the feature extractor of the checkpoint in `folder`.
 
-    Raises ValueError with the reason if the features are not those that `features/speech/log_mel.py` computes, or do
-    not have the shape that the encoder reads.
+    speech: states the shape of the features that the encoder reads. Raises ValueError with the reason if the extractor
+    computes features that `features/speech/log_mel.py` does not compute, or features of another shape.
     """
     values = _settings(folder)
     if (kind := values.get("feature_extractor_type")) != EXTRACTOR:
@@ -48,7 +49,10 @@ def read_mel_settings(folder: Path, speech: SpeechDescription) -> MelSettings:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings from the file that transformers prefers. Raises ValueError if there is none."""
+    """Return the settings as JSON values, from WHOLE_FILE if it has them, otherwise from SETTINGS_FILE.
+
+    Raises ValueError if there is no such file.
+    """
     path = folder / WHOLE_FILE
     if path.is_file():
         whole = JsonFields.from_file(path).values

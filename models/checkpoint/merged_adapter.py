@@ -1,7 +1,8 @@
-"""Merge an adapter into a checkpoint's tensors while they are read.
+"""Merge a LoRA adapter into a checkpoint's tensors while they are read.
 
-Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Matrix products are computed
-in fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
+Adapters may have any rank, use DoRA, change embeddings and replace whole tensors. The merged model runs like any other
+model. Matrix products are computed in fp32, and results are rounded once, to the wider of the checkpoint's and the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
 def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors, by name, with the adapter merged. dtype: the model's.
 
-    If the adapter changes a tied embedding or output projection, the result holds both tensors. Raises ValueError for
-    modules that the checkpoint lacks, or stores in other shapes or quantised, and for values that are not finite.
+    If the adapter changes a tied embedding or output projection, the result holds a tensor for each of them. Raises
+    ValueError if the checkpoint lacks a module of the adapter, or stores it quantised or in another shape, and if
+    results are not finite.
     """
     merged = dict(tensors)
     if f"{OUTPUT}.weight" not in tensors and adapter.parts_tied_weights:
@@ -51,7 +53,11 @@ def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 def _changed(
     adapter: Adapter, name: str, weight: torch.Tensor, low_rank: LowRank, dtype: torch.dtype, *, transposed: bool
 ) -> torch.Tensor:
-    """Return the weight called `name` with low_rank merged into it. transposed: the weight is stored as [K, N]."""
+    """Return the tensor `weight`, called `name`, with `low_rank` merged into it.
+
+    transposed: whether the weight is stored as [K, N]. dtype: the model's. Raises ValueError if the weight is quantised
+    or has another shape, or if the result is not finite.
+    """
     if weight.dtype not in STORED_DTYPES:
         raise ValueError(
             f"{adapter.path}: {name} is quantised ({weight.dtype}); allowed: a base model of full precision"

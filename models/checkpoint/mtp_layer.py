@@ -1,8 +1,9 @@
 """Find the layer for multi-token prediction (MTP) that a checkpoint holds in addition to its model.
 
-Each family names the layer's tensors in its own way. Here they get the names of the family's model with a single layer,
-and of textbook.mtp.Projection. The embedding and the output projection are the model's; a checkpoint's copies of them
-are compared with these, but not read. Of several MTP layers the first one is read.
+Each model family names the layer's tensors in its own way. Here the tensors are renamed: to the names in a model of the
+family with a single layer, and for the projection to those of textbook.mtp.Projection. The MTP layer shares the model's
+embedding and output projection; if a checkpoint stores copies for the layer, they are compared with the model's, but
+not read. If there are several MTP layers, only the first one is read.
 """
 
 from __future__ import annotations
@@ -42,28 +43,31 @@ class Layout:
     norm: str  # after the decoder layer; empty if the model's last norm takes its place
     decoder_layer: str = ""  # prefix of the names of the decoder layer's tensors
     hidden_first: bool = False  # the projection reads the hidden state before the embedding
-    # Values for config.json with which the first layer of the family's model is like the MTP layer. A list is that of
-    # the field with the prefix mtp_, if config.json has it.
+    # Fields of config.json to change, so that layer 0 of a model of the family has the structure of the MTP layer. If
+    # config.json has a field with the prefix mtp_ and this name, a list of its first item is used instead.
     fields: Mapping[str, Any] = field(default_factory=dict)
-    # A pattern of names, and the spelling that puts a layer's number before the names of its modules.
+    # A regular expression for tensor names, and its replacement, which puts the layer's number before the module name.
     spelling: tuple[str, str] = ("", "")
 
     def spelled(self, name: str) -> str:
-        """Return a tensor's name in the spelling that begins with a prefix for each layer."""
+        """Return a tensor's name rewritten by `spelling`, so that all names of an MTP layer have the same prefix."""
         pattern, spelling = self.spelling
         return re.sub(pattern, spelling, name) if pattern else name
 
     def prefixes(self, names: Collection[str]) -> list[str]:
-        """Return the prefixes of the names of each MTP layer's tensors, in the layers' order."""
+        """Return, for each MTP layer in order, the prefix that its tensors' names have after `spelled`.
+
+        names: the names of the checkpoint's tensors. Returns [] if the checkpoint has no MTP layer.
+        """
         hidden_norm = re.compile(rf"(?P<prefix>(?:.+\.)?){self.hidden_norm}\.weight")
         found = [match["prefix"] for name in names if (match := hidden_norm.fullmatch(self.spelled(name)))]
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
     def own_name(self, name: str) -> str | None:
-        """Return the name that a tensor of the layer has in the engine's model; None for a tensor that is not read.
+        """Return a tensor's name in the engine's draft model, whose only decoder layer is the MTP layer.
 
-        That model has the layer as its only decoder layer. Copies of the main model's tensors, and further layers, are
-        not read. name: without the layer's prefix.
+        Returns None for tensors that are not read: copies of the main model's embedding and output projection, and
+        tensors that do not belong to the layer. name: the tensor's name without the layer's prefix.
         """
         modules = {
             self.embedding_norm: f"{PROJECTION}.embedding_norm",
@@ -108,11 +112,12 @@ LAYOUTS = {
 
 
 def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
-    """Return the configuration of the MTP layer in a model's checkpoint.
+    """Return the configuration of a draft model that consists of the MTP layer in the checkpoint of `target`.
 
-    target: the model. The layer accepts positions up to max_model_len. cache_dir: see `find_description`. Of weights on
-    the hub only the headers of files are read. Raises ValueError if the family or the checkpoint has no layer that can
-    be read, and the errors of `describe_weights`.
+    max_model_len: the layer accepts positions up to this length. cache_dir: see `find_description`. If the weights are
+    not downloaded yet, only the headers of their files on the hub are read. Raises ValueError if no MTP layer is known
+    for the model's family, or if the checkpoint has none that can be read; also raises the errors of
+    `describe_weights`.
     """
     layout = LAYOUTS.get(target.architecture)
     if layout is None:
@@ -153,7 +158,11 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
 
 
 def _stored_tensors(target: ModelConfig, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint, or those of its MTP layers on the meta device if they are on the hub."""
+    """Return all tensors of the checkpoint of `target`, by name.
+
+    If its weights are not downloaded yet, return meta tensors instead, from the files on the hub that have tensors of
+    MTP layers.
+    """
     if target.hub_name is None:
         return map_tensors(target.path)
     from compiled_engine.models.checkpoint.hub import (
@@ -171,10 +180,10 @@ def _stored_tensors(target: ModelConfig, layout: Layout) -> dict[str, torch.Tens
 
 
 def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
+    """Return the tensors of a checkpoint's first MTP layer, renamed by `Layout.own_name`.
 
-    Raises ValueError if there is no layer, or if the layer has an embedding or an output projection of its own. Those
-    on the meta device are not compared with the model's.
+    tensors: the checkpoint's. model: the configuration of the main model or of the layer. Raises ValueError if there is
+    no MTP layer, or if the layer's embedding or output projection differs from the model's, see `_require_copy`.
     """
     layout = LAYOUTS[model.architecture]
     prefixes = layout.prefixes(tensors.keys())
@@ -194,9 +203,11 @@ def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -
 
 
 def _require_copy(name: str, tensor: torch.Tensor, of_model: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise ValueError if a layer's embedding or output projection is not a copy of the model's.
+    """Raise ValueError if `tensor`, the embedding or output projection of an MTP layer, is not a copy of the model's.
 
-    Only some rows are compared. of_model: the model's tensors. A tied output projection is the embedding.
+    Only some rows are compared. If the model has no output projection of its own (tied), its embedding is compared
+    instead. Nothing is checked if the model's tensor is missing or on the meta device, or if `tensor` is not floating
+    point. name: the name of `tensor`. of_model: the model's tensors by name.
     """
     wanted = (_EMBEDDING_NAME,) if name.endswith(_EMBEDDING_NAME) else (_OUTPUT, _EMBEDDING_NAME)
     found = (original for end in wanted for each, original in of_model.items() if each.endswith(end))
@@ -214,10 +225,11 @@ def _require_copy(name: str, tensor: torch.Tensor, of_model: Mapping[str, torch.
 def _quantisation(
     tensors: Mapping[str, torch.Tensor], of_model: Quantisation | None, path: Path
 ) -> Quantisation | None:
-    """Return the quantisation of an MTP layer: the model's, for the matrices that are stored in codes.
+    """Return the quantisation of an MTP layer; None if all its tensors are stored unquantised.
 
-    The other matrices are ignored by name, since checkpoints name them by other patterns or not at all. Raises
-    ValueError for codes in a checkpoint that is not quantised.
+    The rules are the model's. They apply to the matrices of the layer that are stored as quantised codes; the other
+    matrices are listed to be ignored, since the model's rules may not list them. tensors: the layer's. of_model: the
+    model's quantisation. Raises ValueError if the layer has codes but the checkpoint is not quantised.
     """
     coded = [name for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES]
     if not coded:
@@ -234,10 +246,10 @@ def _quantisation(
 
 
 def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
+    """Return the tensors of a checkpoint's MTP layer, by their names in the draft model.
 
-    model: of the layer, as `read_mtp_layer` returns it. Empty meta tensors take the place of the parameters that the
-    layer shares with its model. Raises ValueError if there is no layer.
+    tensors: the checkpoint's. model: the draft model's configuration, from `read_mtp_layer`. Meta tensors take the
+    place of the parameters that the layer shares with the main model. Raises the errors of `_tensors_of_layer`.
     """
     shapes = shared_shapes(model)
     if model.tie_word_embeddings:
@@ -247,13 +259,17 @@ def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict
 
 
 def has_mtp_layer(names: Collection[str], architecture: str) -> bool:
-    """Return whether the tensors with these names include those of an MTP layer."""
+    """Return whether a checkpoint with these tensor names has an MTP layer. architecture: the main model's."""
     layout = LAYOUTS.get(architecture)
     return layout is not None and bool(layout.prefixes(names))
 
 
 def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that an MTP layer shares with its model, by name. model: of the layer."""
+    """Return the shapes of the parameters that an MTP layer shares with its main model, by name.
+
+    These are the embedding, the output projection and, in some families, the last norm. model: the configuration from
+    `read_mtp_layer`.
+    """
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((_EMBEDDING, _OUTPUT), (model.vocab_size, model.hidden_size))
     if model.head is not None and model.head.shares_norm:
         shapes[f"{NORM}.weight"] = (model.hidden_size,)
@@ -261,7 +277,7 @@ def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def without_mtp_layers(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors without those of MTP layers."""
+    """Return a checkpoint's tensors without those of MTP layers. architecture: the main model's."""
     layout = LAYOUTS.get(architecture)
     prefixes = () if layout is None else tuple(layout.prefixes(tensors.keys()))
     if layout is None or not prefixes:

@@ -1,7 +1,7 @@
-"""Experts in MXFP4: check and place their tensors, or decode them where the model's code needs them in its dtype.
+"""Check the tensors of experts in MXFP4, and find their placements in the model or decode them to the model's dtype.
 
-Format: 32 values share a scale, a power of two in one byte (E8M0). Each value has four bits (E2M1); a byte holds two,
-the first in the low half. OCP Microscaling Formats (MX) Specification 1.0, 2023.
+Format: 32 values share a scale, a power of two in one byte (E8M0). Each value has four bits (E2M1). A byte holds two
+values, the first one in the low half. Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FORMAT = Rounding("mxfp4", 1, BLOCK)
 
 
 def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Decode a part of blocks [E, R, G, 16] and scales [E, R, G], both uint8, into `target`, one index of E at a time.
+    """Decode a part of an expert weight into `target`, one expert at a time, on the device of `target` in its dtype.
 
-    part: takes values [E, R, 32 G], with all of E. The values are computed on the device of `target`, and stored in its
-    dtype.
+    sources: blocks [E, R, G, 16] and scales [E, R, G], both uint8, for E experts with R rows of 32 G values. part:
+    says which part of the values [E, R, 32 G] to decode, with all experts, and whether to transpose it.
     """
     _, (first_row, last_row), (first, last) = part.taken
     within = slice(first // BLOCK, -(-last // BLOCK))  # the blocks that hold the columns
@@ -41,9 +41,9 @@ def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch
 
 
 def check_blocks(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise ValueError, with names and values, unless blocks and scales come in pairs of fitting shapes, without NaN.
+    """Raise ValueError, with names and values, unless each expert weight in MXFP4 has valid blocks and scales.
 
-    path: the checkpoint's folder, for the error.
+    Both must be uint8 of fitting shapes, without scales that are NaN. path: the checkpoint's folder, for the error.
     """
     names = {name.removesuffix(end) for name in tensors for end in (BLOCKS, SCALES) if name.endswith(end)}
     problems = [problem for name in sorted(names) if (problem := _problem(name, tensors))]
@@ -52,7 +52,7 @@ def check_blocks(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the first problem of the blocks and scales of a weight of this name; empty if there is none."""
+    """Return a text about the first problem of the blocks and scales of the weight `name`; "" if there is none."""
     found = {f"{name}{end}": tensors.get(f"{name}{end}") for end in (BLOCKS, SCALES)}
     for each, tensor in found.items():
         if tensor is None:
@@ -70,10 +70,11 @@ def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of an expert weight's codes or scales in MXFP4.
+    """Return the placement of `leaf`, the codes or the scales of an expert weight in MXFP4.
 
-    The stored blocks and scales in `tensors` are replaced by codes [E, N, K / 2] and scales [E, N, C]. Raises
-    ValueError, with the name, for scales that kernels do not decode.
+    The checkpoint's tensor in `tensors` is replaced: blocks by codes [E, N, K / 2], or scales by scales [E, N, C] for
+    the leaf's tiles. of_weight: the placement of the whole weight, whose sources are the blocks and the scales. Raises
+    ValueError, with the tensor's name, for scales that are too large for the kernels.
     """
     blocks, scales = of_weight.sources
     if leaf.role == CODES:

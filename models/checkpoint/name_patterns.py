@@ -1,8 +1,8 @@
-"""Match module names against `alpha_pattern` and `rank_pattern` of adapter_config.json: regular expressions for the
-ends of module names, with a number each.
+"""Match module names against the fields `alpha_pattern` and `rank_pattern` of adapter_config.json.
 
-The patterns are untrusted, so RE2 matches them all in one pass, in linear time. RE2 has no backreferences and no
-lookaround; other patterns mean the same as in Python's `re`, which PEFT uses.
+Such a field maps regular expressions for the ends of module names to numbers. The patterns are untrusted; therefore RE2
+matches all of them in one pass, in linear time. RE2 has no backreferences and no lookaround; other patterns mean the
+same as in Python's `re`, which PEFT uses.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _SHOWN = 80
 
 
 class NamePatterns:
-    """Numbers for modules, from patterns of module names.
+    """Assigns numbers to modules by patterns of module names.
 
-    A module has the number of the first pattern that matches its whole name, or the end of its name after a dot.
+    A module gets the number of the first pattern that matches its whole name, or the end of its name after a dot.
     """
 
     def __init__(self, fields: JsonFields, name: str) -> None:
         """Compile the patterns of the field `name`.
 
-        Raises ValueError, with one line that names the pattern, if a pattern cannot be matched in linear time or its
-        value is no number above 0.
+        Raises ValueError, with one line that names the pattern, if a pattern is not supported by RE2 or its value is
+        not a number above 0. Also raises ValueError if the compiled patterns take more than MOST_MEMORY bytes.
         """
         section = fields.section(name)
         self._source = section.source
@@ -55,9 +55,9 @@ class NamePatterns:
             raise self._too_large() from None
 
     def number(self, module: str) -> float | None:
-        """Return the number of the first pattern that matches a module's name; None if none does.
+        """Return the number of the first pattern that matches a module's name; None if no pattern does.
 
-        Raises ValueError if matching takes too long.
+        Raises ValueError if matching runs out of memory, or has taken more than MOST_SECONDS over all calls.
         """
         if not self._numbers:
             return None

@@ -1,12 +1,15 @@
-"""NVFP4 weights of a checkpoint: check them, and multiply their two scales.
+"""Check a checkpoint's NVFP4 weights, and combine their two scales into one.
 
-A linear with N outputs and K inputs has codes of e2m1, two in a byte with the first in its low half. Each 16 columns of
-a row have a scale in e4m3, and the whole weight has one in fp32. Names and shapes by Quantisation.method:
+A linear with N outputs and K inputs has codes in e2m1; a byte holds two codes, the first one in its low half. Each 16
+columns of a row have a scale in e4m3, and the whole weight has a scale in fp32. Names and shapes of the tensors, by
+Quantisation.method:
 
-- compressed-tensors: weight_packed [N, K / 2], weight_scale [N, K / 16], weight_global_scale [1], which divides.
-- modelopt: weight [N, K / 2], weight_scale [N, K / 16], weight_scale_2 [], which multiplies.
+- compressed-tensors: weight_packed [N, K / 2], weight_scale [N, K / 16], and weight_global_scale [1], by which the
+  other scales are divided.
+- modelopt: weight [N, K / 2], weight_scale [N, K / 16], and weight_scale_2 [], by which the other scales are
+  multiplied.
 
-Scales of the inputs are not read: weights alone are kept in four bits. Sources: NVFP4PackedCompressor of
+Scales of the inputs are not read, since only the weights are kept in four bits. Sources: NVFP4PackedCompressor of
 compressed-tensors, and its converter of modelopt's checkpoints.
 """
 
@@ -28,7 +31,10 @@ SCHEME = LinearScheme(Rounding("e2m1", 1, 16), None)
 
 
 class _Names(NamedTuple):
-    """The last parts of the names of an NVFP4 weight's tensors, and whether the whole weight's scale divides."""
+    """The last parts of the names of an NVFP4 weight's tensors.
+
+    divides: whether the whole weight's scale divides the other scales, instead of multiplying them.
+    """
 
     codes: str
     scales: str
@@ -48,10 +54,10 @@ def read_nvfp4(
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
     """Return the checkpoint's tensors with NVFP4 weights in the engine's layout, and the codes by the weight's name.
 
-    Without an NVFP4 `quantisation` the tensors are returned as they are. path: of the checkpoint, for errors. Among the
-    tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's shape
-    and the codes' dtype. Scales become fp32 [N, K / 16], as `weight_scale`. Raises ValueError, with names and values,
-    if tensors contradict each other.
+    In the returned tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's
+    shape and the codes' dtype. The two scales are replaced by one, `weight_scale`, fp32 [N, K / 16]. If `quantisation`
+    has no NVFP4 weights, the tensors are returned unchanged. path: of the checkpoint, for errors. Raises ValueError,
+    with names and values, if tensors contradict each other or the rules.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
     if quantisation is None or quantisation.method not in _NAMES:
@@ -87,9 +93,10 @@ def read_nvfp4(
 
 
 def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names, rounding: Rounding) -> torch.Tensor:
-    """Return the tiles' scales, with the scale of the whole weight included, fp32 [N, K / 16].
+    """Return a module's scales, each combined with the scale of the whole weight, fp32 [N, K / 16].
 
-    Raises ValueError for missing or wrong tensors.
+    parts: the module's tensors by the last part of their names; None for those that are missing. Raises ValueError for
+    missing or wrong tensors.
     """
     codes, scales, whole = (parts[name] for name in names[:3])
     assert codes is not None
@@ -111,7 +118,10 @@ def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names
 
 
 def _scheme_of(group: JsonFields) -> LinearScheme:
-    """Return the scheme of a group of weights in NVFP4; their inputs are not rounded, whatever the group says."""
+    """Return the scheme of a group of `config_groups` with NVFP4 weights.
+
+    Inputs are not quantised, whatever the group states for them. Raises ValueError for weights in another format.
+    """
     weights = group.section("weights")
     weights.require_values(INSTEAD, num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False)
     weights.require_values(INSTEAD, group_size=SCHEME.weight.columns)

@@ -1,12 +1,12 @@
-"""Integer weights that a checkpoint packs into words of 32 bits: check them, and unpack them to the engine's layout.
+"""Check integer weights that a checkpoint packs into words of 32 bits, and unpack them to the engine's layout.
 
-Four layouts, named by Quantisation.layout, of a linear with N outputs and K inputs in G groups of columns; a word holds
-C codes, eight of four bits or four of 8 bits:
+There are four layouts, named by Quantisation.layout. A linear has N outputs, and K inputs in G groups of columns; a
+word holds C codes, eight of four bits or four of eight bits:
 
 - pack-quantized (compressed-tensors): weight_packed [N, K / C], weight_scale [N, G], weight_zero_point [N / C, G],
   weight_g_idx [K], weight_shape [2]. Zero points are packed along the rows.
-- gptq: qweight [K / C, N], scales [G, N], qzeros [G, N / C], g_idx [K]. Zero points are stored less one.
-- gptq_v2: the same with the zero points themselves.
+- gptq: qweight [K / C, N], scales [G, N], qzeros [G, N / C], g_idx [K]. Zero points are stored minus one.
+- gptq_v2: as gptq, but zero points are stored as they are.
 - awq: qweight [K, N / 8], scales [G, N], qzeros [G, N / 8]. The eight codes of a word are in the order of AWQ_ORDER.
 
 A word holds its first code in the lowest bits. Sources: the packing functions of compressed-tensors (pack_to_int32),
@@ -27,12 +27,12 @@ from compiled_engine.passes.framework.rounding import pack, unpack
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 PACKED, GPTQ, GPTQ_V2, AWQ = "pack-quantized", "gptq", "gptq_v2", "awq"
-# Element format of codes of so many bits, without (True) or with zero points.
+# (bits of a code, whether there are no zero points) -> element format.
 INTEGERS = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
 # Bits of a word.
 WORD = 32
 _WHOLE_NUMBERS = torch.int32, torch.int64
-# AWQ's order: which of a word's eight columns each four bits hold, from the lowest bits on.
+# AWQ's order: for each four bits of a word, from the lowest on, which of the word's eight columns they hold.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -67,16 +67,16 @@ class PackedWeight:
 
     @property
     def stored(self) -> torch.Tensor | None:
-        """The codes as `to` returns them, if the checkpoint already stores them in that layout; otherwise None."""
+        """A view of the codes if the checkpoint already stores them in the layout that `to` returns; otherwise None."""
         as_stored = self.layout == PACKED and self.columns is None and self.rounding.dtype == torch.uint8
         return self._bytes_of(self.words) if as_stored else None
 
     def _bytes_of(self, by_rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes' bytes in the engine's layout. by_rows: words, each of neighbouring columns of a row."""
+        """Return the codes' bytes in the engine's layout. by_rows: words, each with neighbouring columns of one row."""
         return by_rows.view(torch.uint8)[:, : self.num_columns // self.rounding.format.per_byte]
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """Return the codes in the engine's layout, see Rounding.stored, unpacked on the device."""
+        """Return the codes in the engine's layout (see Rounding.stored). They are unpacked on `device`."""
         words = self.words.to(device)
         if self.layout == AWQ:
             codes_NB = pack(_unpacked(words, self.rounding.format.bits, AWQ_ORDER).t().contiguous(), self.rounding)
@@ -93,10 +93,11 @@ def read_packed(
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
     """Return the checkpoint's tensors with packed weights in the engine's layout, and the codes by the weight's name.
 
-    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces the words; it has the weight's shape
-    and the codes' dtype. The other tensors keep their names: scales become [N, G], and zero points uint8 [N, G]. Groups
-    become the order of the columns, int32 [K], or are left out if columns are not reordered. Raises ValueError, with
-    names and values, if tensors contradict each other or the rules.
+    In the returned tensors, a placeholder `weight` [N, K] on the meta device replaces the words; it has the weight's
+    shape and the codes' dtype. The other tensors keep their names: scales become [N, G], and zero points uint8 [N, G].
+    The groups of the columns are replaced by the order of the columns, int32 [K], or left out if columns are not
+    reordered. If `quantisation` has no packed weights, the tensors are returned unchanged. path: of the checkpoint, for
+    errors. Raises ValueError, with names and values, if tensors contradict each other or the rules.
     """
     if quantisation is None or not quantisation.layout:
         return dict(tensors), {}
@@ -152,9 +153,9 @@ class _Linear:
         return WORD // self.bits
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this linear's tensors in the engine's layout, see `read_packed`.
+        """Return this linear's tensors in the engine's layout, by full name, see `read_packed`.
 
-        Raises ValueError if they contradict each other.
+        Raises ValueError if the tensors contradict each other.
         """
         num_rows, num_columns = self._sizes()
         rounding, by_group = self.scheme.weight, self.layout != PACKED
@@ -179,7 +180,8 @@ class _Linear:
     def _part(self, kind: str, shape: tuple[int, ...] | None = None, *dtypes: torch.dtype) -> torch.Tensor:
         """Return this linear's tensor whose name ends in `kind`.
 
-        Raises ValueError if it is missing, or has another shape or dtype than given.
+        Raises ValueError if the tensor is missing, does not have `shape` (if given), or has none of `dtypes` (if
+        given).
         """
         name, tensor = f"{self.module}.{kind}", self.parts[kind]
         if tensor is None:
@@ -191,7 +193,7 @@ class _Linear:
         return tensor
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the numbers of outputs and of inputs of the linear, (N, K)."""
+        """Return (N, K), the numbers of the linear's outputs and inputs. Raises ValueError if the words do not fit."""
         words = self._part(self.names.words, None, torch.int32)
         if words.dim() != 2:
             raise ValueError(f"{self.module}.{self.names.words} must have two dimensions, got {list(words.shape)}")
@@ -212,7 +214,10 @@ class _Linear:
         return num_rows, num_columns
 
     def _zeros(self, num_rows: int, num_groups: int) -> torch.Tensor | None:
-        """Return the zero points, uint8 [N, G]; None if there are none."""
+        """Return the zero points, uint8 [N, G]; None if the checkpoint stores none.
+
+        Raises ValueError for zero points that are missing, wrong, or contradict the scheme.
+        """
         kind, has_zeros = self.names.zeros, self.scheme.weight.format.has_zeros
         if self.layout == PACKED:
             if not has_zeros:
@@ -240,9 +245,10 @@ class _Linear:
         return zeros
 
     def _columns(self) -> torch.Tensor | None:
-        """Return the order of the columns, int32 [K], in which the columns of a group follow each other.
+        """Return the order of columns, int32 [K], in which the columns of each group are neighbours.
 
-        Returns None if they do so in the checkpoint.
+        Returns None if the columns of each group already are neighbours in the checkpoint. Raises ValueError for groups
+        that contradict the scheme.
         """
         kind, num_columns = self.names.groups, self._sizes()[1]
         if self.parts[kind] is None and not self.scheme.reordered:
@@ -261,10 +267,10 @@ class _Linear:
 
 
 def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the codes of words [R, W], one a byte, uint8 [R, W * codes in a word].
+    """Unpack words [R, W] into codes, one per byte: uint8 [R, W * codes per word].
 
-    order: the index of the code that each position of a word holds, from the lowest bits on; None for ascending
-    indices.
+    bits: of a code. order: for each position in a word, from the lowest bits on, the index of the code there; None for
+    ascending indices.
     """
     per_word = WORD // bits
     found = torch.empty((*words.shape, per_word), dtype=torch.uint8, device=words.device)

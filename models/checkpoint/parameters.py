@@ -1,5 +1,7 @@
-"""Allocate the parameters that a rank's compiled graphs name or, in eager mode, its model has. Each is allocated once,
-even if several graphs name it.
+"""Allocate the parameters of a rank.
+
+These are the parameters that the rank's compiled graphs name or, in eager mode, the parameters of its model. A
+parameter is allocated once, even if several graphs name it.
 """
 
 from __future__ import annotations
@@ -28,39 +30,44 @@ from compiled_engine.passes.framework.parameter import (
 GIB = 2**30
 # Returns uninitialised memory on the device, uint8 [n], for a number of bytes n.
 Allocate = Callable[[int], torch.Tensor]
-# Most bytes at a time of tensors that are on the device only as inputs of derived parameters.
+# Most bytes at a time of tensors that are on the device only to compute derived parameters from them.
 STAGED_BYTES = 2**28
 
 
 class InsufficientMemoryError(MemoryError):
-    """The device has too little free memory for the model's parameters, or for the KV cache of one request."""
+    """Raised if the device has too little free memory for the parameters, or for the KV cache of one request."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A rank's parameters, and their tensors by name, including members of packed parameters and buffers.
+    """A rank's parameters: their descriptions, and their tensors by name.
 
-    A tied tensor is in `tensors` under each of its names; `parameters` has it under the first name alone.
+    `tensors` also has the members of packed parameters, and buffers. A tied tensor is in `tensors` under each of its
+    names; `parameters` lists it only under the first name.
     """
 
     parameters: tuple[Parameter, ...]
     tensors: dict[str, torch.Tensor]
 
     def leaves(self) -> list[Parameter]:
-        """Return the descriptions of the tensors that are read from a checkpoint, each once."""
+        """Return the descriptions of the tensors that are read from a checkpoint, each tensor once."""
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def filled(self) -> list[torch.Tensor]:
-        """Return the tensors into which weights are written, each once, except buffers. They do not share memory."""
+        """Return the tensors into which weights are written, each tensor once. No two of them share memory.
+
+        Buffers and recurrence states are not among them.
+        """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         return [self.tensors[name] for name, part in written.items() if _is_filled(part)]
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
-        """Yield batches of (parameter, empty tensor). The caller fills the tensors before the next iteration.
+        """Yield batches of (parameter, tensor). The caller must fill the tensors before the next iteration.
 
-        The first batch has the parameters that are stored as they are read. Each later batch has the sources of derived
-        parameters, which are then computed on the device, one by one. If all sources take more than STAGED_BYTES, there
-        are several such batches, and a source that two of them need is yielded twice.
+        The first batch has the parameters that are stored as they are read. Each later batch has the sources of some
+        derived parameters; after the caller has filled the sources, the derived parameters are computed on the device,
+        one by one. If all sources take more than STAGED_BYTES, there are several such batches, and a source that two of
+        them need is yielded twice.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]
@@ -84,14 +91,20 @@ class Weights:
 
 
 def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -> tuple[Parameter, ...]:
-    """Describe all parameters of a model, none packed, for use without a compiler. shards: by name."""
+    """Return descriptions of all parameters and recurrence states of a model, none packed, for eager mode.
+
+    shards: the shard of each parameter that is divided among ranks, by name.
+    """
     shards = shards or {}
     states = (Parameter.of(name, model.get_buffer(name), KEPT) for name in sorted(states_of(model)))
     return (*(Parameter.of(name, p, shard=shards.get(name)) for name, p in model.named_parameters()), *states)
 
 
 def states_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that hold recurrence states. As parameters they have the role KEPT."""
+    """Return the names of the model's buffers that hold recurrence states.
+
+    These buffers are described as parameters with the role KEPT.
+    """
     names: Any = getattr(model, "row_states", frozenset())
     return frozenset(names)
 
@@ -101,13 +114,16 @@ def materialize(
 ) -> Weights:
     """Allocate parameters on the device, and move the model's buffers there.
 
-    Parameters of the role KEPT are zeros, all others uninitialised. parameters: those of all graphs, with repetitions.
-    A tensor that one graph uses alone and another packs becomes a view of the packed tensor. The tensors replace the
-    model's parameters. Parameters of the model that are not named stay on the meta device. allocate: provides the
-    memory of the tensors that `Weights.filled` lists; None: PyTorch's allocator does.
+    Returns the parameters with their tensors. The tensors replace the model's parameters; parameters of the model that
+    are not named in `parameters` stay on the meta device. Parameters of the role KEPT are filled with zeros, all others
+    are uninitialised. If one graph uses a tensor alone and another graph packs it, the tensor becomes a view of the
+    packed tensor.
 
-    Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
-    InsufficientMemoryError for a device that is too small.
+    parameters: those of all graphs, with repetitions. allocate: provides the memory of the tensors that
+    `Weights.filled` lists; None: PyTorch's allocator does.
+
+    Before anything is allocated, raises ValueError for parameters that do not fit the model or each other, and
+    InsufficientMemoryError if the device has too little free memory.
     """
     names: dict[str, list[str]] = {}
     first: dict[int, str] = {}
@@ -146,7 +162,7 @@ def materialize(
 
 
 def _place(parameter: Parameter, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """Register a parameter's tensor; members of a packed parameter are views of its rows."""
+    """Add a parameter's tensor to `tensors`, and a view of its rows for each member of a packed parameter."""
     tensors[parameter.name] = tensor
     if parameter.members and not parameter.make:
         rows = [member.shape[0] for member in parameter.members]
@@ -155,7 +171,10 @@ def _place(parameter: Parameter, tensor: torch.Tensor, tensors: dict[str, torch.
 
 
 def _written(parameter: Parameter) -> Iterator[Parameter]:
-    """Yield the parts of a parameter that are written separately: tensors of the model, and derived parameters."""
+    """Yield the parts of a parameter that are written separately.
+
+    For a packed parameter, these are the parts of its members. Any other parameter, derived ones included, is one part.
+    """
     if not parameter.members or parameter.make:
         yield parameter
     else:
@@ -168,7 +187,10 @@ def _is_filled(part: Parameter) -> bool:
 
 
 def _empty(like: torch.Tensor, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
-    """Return an uninitialised tensor on the device, with the shape, strides and dtype of `like`."""
+    """Return an uninitialised tensor on the device, with the shape, strides and dtype of `like`.
+
+    allocate: provides the memory; None: PyTorch's allocator does.
+    """
     shape, strides = like.shape, like.stride()
     if allocate is None:
         # empty_like of a tensor without storage imports sympy.
@@ -177,16 +199,16 @@ def _empty(like: torch.Tensor, device: torch.device, allocate: Allocate | None) 
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements between the first and the last one of a tensor, both included."""
+    """Return the number of elements that a strided tensor spans in memory, from its first to its last element."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield the derived parameters in groups whose inputs take at most STAGED_BYTES together.
+    """Yield derived parameters in groups, so that the inputs of a group take at most STAGED_BYTES together.
 
-    A parameter with larger inputs is a group of its own. Parameters with the same inputs are neighbours.
+    A parameter whose inputs take more is a group of its own. Parameters with the same inputs follow each other.
     """
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):
@@ -203,8 +225,9 @@ def _staged_bytes(made: Iterable[Parameter]) -> int:
 
 
 def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless the parameters fit the model and each other. own: the model's parameters, tied ones under
-    the first name.
+    """Raise ValueError unless the parameters fit the model and each other.
+
+    own: the model's parameters by name; tied ones are listed under their first name.
     """
     leaves = {leaf.name: leaf for parameter in stored for leaf in parameter.leaves() if leaf.role == WEIGHT}
     if unknown := [name for name in leaves if name not in own]:
@@ -237,7 +260,10 @@ def _check_memory(stored: list[Parameter], buffers: Iterable[torch.Tensor], devi
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return free bytes; on CUDA, memory that torch has reserved but does not use counts as free."""
+    """Return the device's free memory in bytes.
+
+    On CUDA, memory that torch has reserved but does not use counts as free.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
-"""Read a pooling checkpoint's configuration as plain data, and the tensors of its head.
+"""Read how the model of a checkpoint pools, and the tensors of its head.
 
-Sources are the files of sentence-transformers, and config.json of classifiers and rerankers. sentence-transformers
-lists modules in modules.json: a transformer, poolings, linears (Dense) and a normalisation. Only the last part of a
-module's type name is compared, so old and new spellings are equal.
+The configuration is read from the files of sentence-transformers, or from config.json for classifiers and rerankers.
+sentence-transformers lists modules in modules.json: a transformer, poolings, linears (Dense) and a normalisation. Only
+the last part of a module's type name is compared, since versions of sentence-transformers differ in the other parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POOLING_FILES = (MODULES, PROMPTS, *TRANSFORMERS)
 CAUSAL = "ForCausalLM"
 LM_HEAD = "LMHeadModel"
 CLASSIFIER = "ForSequenceClassification"
-# Endings of architecture names: the same model with another head.
+# Endings of architecture names, for the heads that the same model may have.
 SUFFIXES = (CLASSIFIER, "ForTextEncoding", "ForMaskedLM", "ForPreTraining", "Model")
 # Older configurations of sentence-transformers have one field per kind of pooling.
 OLD_FIELDS = {
@@ -76,7 +76,7 @@ RERANKER_TEMPLATE = (
 
 
 class PoolingOptions(NamedTuple):
-    """The options runner, convert and pooler_config, as checked by EngineOptions."""
+    """The user's options runner, convert and pooler_config, which EngineOptions has checked."""
 
     runner: str = "auto"
     convert: str = "auto"
@@ -92,10 +92,10 @@ class _Stated(NamedTuple):
 
 
 def causal_name(architecture: str) -> str:
-    """Return the architecture of the causal language model with the same decoder: Qwen3ForCausalLM for Qwen3Model,
-    Gemma3ForCausalLM for Gemma3TextModel.
+    """Return the name of the causal language model with the same decoder as `architecture`.
 
-    Names such as GPT2LMHeadModel already are causal language models.
+    Examples: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for Gemma3TextModel. The name of a causal language
+    model, such as GPT2LMHeadModel, and a name with an unknown ending are returned unchanged.
     """
     if architecture.endswith(LM_HEAD):
         return architecture
@@ -106,9 +106,9 @@ def causal_name(architecture: str) -> str:
 
 
 def headless_name(architecture: str, convert: str) -> str:
-    """Return the architecture without its head: BertModel for BertForMaskedLM.
+    """Return the name of the model without the head of `architecture`, such as BertModel for BertForMaskedLM.
 
-    A classifier keeps its head, unless `convert` is "embed".
+    A classifier's name is returned unchanged, unless `convert` is "embed".
     """
     if architecture.endswith(CLASSIFIER) and convert != EMBED:
         return architecture
@@ -119,10 +119,11 @@ def headless_name(architecture: str, convert: str) -> str:
 
 
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
-    """Return config.json's fields and the options for a classifier whose scores are logits of certain tokens.
+    """Return the fields of config.json and the options, changed for a classifier whose scores are logits of tokens.
 
-    Such a classifier names the tokens in the field `classifier_from_token` and has no other head. Unless `convert` is
-    "embed", the result describes a decoder that pools. For other models both are returned unchanged.
+    Such a classifier names the tokens in the field `classifier_from_token` and has no other head. It is changed to a
+    causal language model that runs as a pooling classifier. For other models, and if the option `convert` is "embed",
+    the fields and options are returned unchanged.
     """
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
@@ -133,7 +134,11 @@ def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFie
 
 
 def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | None:
-    """Return why a checkpoint's model pools; None if it generates. Raises ValueError for conflicting options."""
+    """Return the reason why a checkpoint's model runs as a pooling model; None if it generates text.
+
+    architecture: as config.json states it. path: the checkpoint's folder. asked: the user's options. Raises ValueError
+    for conflicting options.
+    """
     if asked.runner == "pooling":
         return "runner is 'pooling'"
     if asked.runner == "auto":
@@ -153,10 +158,11 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 def read_pooling(
     fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """Return how a pooling model makes its result from hidden states.
+    """Return how a pooling model computes its result from hidden states.
 
-    fields: config.json. reasons: gets the reasons for chosen values. causal: False for an encoder. Raises ValueError
-    for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
+    fields: the fields of config.json. path: the checkpoint's folder. asked: the user's options. reasons: the reasons
+    for chosen values are added to this dict. causal: False for an encoder. Raises ValueError for an option that the
+    checkpoint does not allow, and for a field that is wrong or not supported.
     """
     architecture, convert = fields.texts("architectures")[0], asked.convert
     stated = _modules(path, hidden_size) if (path / MODULES).is_file() else None
@@ -216,10 +222,11 @@ def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[
 
 
 def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
-    """Return the activation that sentence-transformers stored for a cross encoder; None without a class of torch.
+    """Return the activation that sentence-transformers has stored for a cross encoder; None if it has stored none.
 
-    It is in a file of its own in the folder `path` or, from earlier versions, in config.json (`fields`). reasons: gets
-    the reason for the activation. Raises ValueError for a class of torch that is not supported.
+    The activation is the name of a torch class, in the file PROMPTS of the folder `path` or, written by earlier
+    versions, in config.json (`fields`); names of other classes are ignored. The reason for the activation is added to
+    `reasons`. Raises ValueError for a torch class that is not supported.
     """
     name, old_name = "activation_fn", "sbert_ce_default_activation_function"
     stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))
@@ -287,9 +294,10 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 
 def stated_length(path: Path) -> tuple[int, str] | None:
-    """Return the longest text in tokens, and the field that states it; None if no field does.
+    """Return the longest text, in tokens, that a folder of sentence-transformers states, and the field that states it.
 
-    The field is the transformer module's, or else the tokenizer's, which later versions of sentence-transformers use.
+    The field is max_seq_length of the module Transformer or, in later versions, model_max_length of the tokenizer.
+    Returns None if neither exists.
     """
     fields = _transformer(path)
     if LENGTH in fields:
@@ -301,7 +309,7 @@ def stated_length(path: Path) -> tuple[int, str] | None:
 
 
 def _transformer(path: Path) -> JsonFields:
-    """Return the fields of the file that configures the module Transformer; no fields without such a file."""
+    """Return the fields of the file that configures the module Transformer; an empty JsonFields if there is none."""
     return next((fields for name in TRANSFORMERS if (fields := _json(path / name)).values), JsonFields(str(path), {}))
 
 
@@ -339,9 +347,10 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
 
 
 def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
-    """Raise ValueError for a module whose input or output is not the text's embedding.
+    """Raise ValueError unless a module's input and output are the embedding of the text ("sentence_embedding").
 
-    pooled: a pooling comes before the module; otherwise token embeddings are allowed too.
+    fields: the module's configuration. pooled: whether a pooling precedes the module; if not, token embeddings are
+    allowed too.
     """
     allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
     for name in ("module_input_name", "module_output_name"):
@@ -349,7 +358,11 @@ def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
-    """Return the kinds of pooling, in the order in which their results are joined, and whether prompt tokens count."""
+    """Return the kinds of pooling, and whether tokens of a prompt are pooled too.
+
+    The results of several kinds are concatenated in the returned order. fields: the configuration of the module
+    Pooling. Raises ValueError for kinds that are not supported.
+    """
     stated = fields.values.get("pooling_mode")
     if stated is None:
         stated = [kind for name, kind in OLD_FIELDS.items() if fields.values.get(name) is True]
@@ -380,7 +393,7 @@ def _token_ids(path: Path, words: Sequence[str]) -> tuple[int, ...]:
 
 
 def _json(path: Path) -> JsonFields:
-    """Return the fields of a file; no fields if it does not exist."""
+    """Return the fields of a JSON file; an empty JsonFields if the file does not exist."""
     return JsonFields.from_file(path) if path.is_file() else JsonFields(str(path), {})
 
 
@@ -397,10 +410,10 @@ def _list(path: Path) -> list[JsonFields]:
 def pooling_tensors(
     tensors: Mapping[str, torch.Tensor], own: Collection[str], config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors under the model's names, with those of its head and without those of unused heads.
+    """Return a pooling checkpoint's tensors, by the model's parameter names.
 
-    own: the model's parameter names; tensors of a decoder stored alone lack the prefix `model`. Raises ValueError if
-    tensors of the head are missing.
+    The head's tensors are added as those of the pooler, and a decoder's tensors of other heads are left out. own: the
+    model's parameter names. Raises ValueError if tensors of the head are missing.
     """
     assert config.pooling is not None
     if not config.causal:
@@ -412,15 +425,16 @@ def pooling_tensors(
 
 
 def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the head's linears under their names in the model."""
+    """Return the tensors of the head's linears by their names in the model. heads: each linear's, see `_of_head`."""
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
 
 
 def _own_name(name: str, own: Collection[str]) -> str:
-    """Return a decoder tensor's name in the model. A decoder that is stored alone lacks the prefix `model`.
+    """Return the name that a decoder's tensor has in the model.
 
-    A scale, which is no parameter of the model, gets the prefix if its weight does.
+    If the checkpoint holds only the decoder, its names lack the prefix `model`, which is added. A scale, which is no
+    parameter of the model, gets the prefix if its weight does. own: the model's parameter names.
     """
     weight = f"{name.rpartition('.')[0]}.weight"
     is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
@@ -428,7 +442,11 @@ def _own_name(name: str, own: Collection[str]) -> str:
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of one linear of the head: "weight" and, if it has one, "bias"."""
+    """Return the tensors of one linear of the head: "weight" and, if the linear has a bias, "bias".
+
+    They are read from the linear's folder, taken from the checkpoint's `tensors`, or, for a linear that gives the
+    logits of some tokens, taken from rows of the output projection. Raises ValueError if they are missing.
+    """
     if dense.tokens:
         names = (*([] if config.tie_word_embeddings else [_OUTPUT]), *_embeddings(tensors))
         output_VD = next((tensors[name] for name in names if name in tensors), None)

@@ -1,6 +1,6 @@
-"""Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt.
+"""Convert quantization_config of config.json to quantisation rules: compressed-tensors, DeepSeek's fp8 and modelopt.
 
-GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of compressed-tensors."""
+For GPTQ and AWQ see gptq_config.py. `as_compressed_tensors` converts rules to the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from compiled_engine.quantisation_names import MXFP4
 SECTION = "quantization_config"
 # Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-# Files beside config.json with the same settings, which older writers used -> their quant_method, unless they state it.
+# Files beside config.json in which older writers stored these settings -> quant_method if the file does not state it.
 SETTINGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-# Fields of these files that decide what is read, with their other names.
+# Fields of these files that affect how the checkpoint is read; each tuple has the names of one field.
 _DECIDING: tuple[tuple[str, ...], ...] = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))
 _DECIDING += (("zero_point",), ("version",), ("checkpoint_format",), ("quant_algo",))
-# GPT-OSS's: its experts, without fields of its own.
+# The rule for GPT-OSS: its experts are in MXFP4. Its quantization_config has no further settings.
 _EXPERTS = Rule((r"re:.*\.experts\.\d+\.",), "mxfp4 1x32")
-# All formats of compressed-tensors, and that of a checkpoint whose groups state their own.
+# Formats of compressed-tensors by name; _MIXED means that each group states its own format.
 _READERS = {each.name: each.scheme_of for each in FORMATS}
 _MIXED = "mixed-precision"
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """Return a checkpoint's rules; None if it is not quantised.
+    """Return a checkpoint's quantisation rules; None if the checkpoint is not quantised.
 
-    fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
+    fields: the fields of config.json. folder: the checkpoint's. Raises ValueError for formats that are not supported,
+    with the field, its value and the allowed values.
     """
     config = find_settings(fields, folder)
     if config is not None and any(config.values.get(name) for name in ("load_in_4bit", "load_in_8bit")):
@@ -63,9 +64,11 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
 
 
 def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:
-    """Return quantization_config of config.json, or else the settings of a file of SETTINGS; None without either.
+    """Return a checkpoint's quantisation settings; None if there are none.
 
-    fields: config.json. Raises ValueError, naming file, field and values, if both exist and contradict each other.
+    These are quantization_config of config.json or, if it is missing, the settings in a file of SETTINGS. fields: the
+    fields of config.json. folder: the checkpoint's. Raises ValueError, with the file, the field and the values, if both
+    exist and contradict each other.
     """
     config = fields.section(SECTION)
     for name, method in SETTINGS.items():
@@ -137,15 +140,18 @@ def _modelopt(config: JsonFields) -> Quantisation:
 
 
 def _list(config: JsonFields, name: str) -> list[str]:
-    """Return the field's list of strings, [] if the field is empty, missing or null."""
+    """Return the list of strings in the field `name`; [] if the field is empty, missing or null."""
     return config.texts(name) if config.values.get(name) else []
 
 
-# The inverse: the section as llm-compressor writes it, with the library's defaults for fields without rules.
+# The inverse: quantization_config as llm-compressor writes it. Fields that rules do not set have its defaults.
 
 
 def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
-    """Return the section quantization_config for these rules. `read_quantisation` reads the same rules from it."""
+    """Return the section quantization_config for these rules, in the format of compressed-tensors.
+
+    `read_quantisation` reads the same rules from the section.
+    """
     groups = {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)}
     formats = {group["format"] for group in groups.values()}
     return {

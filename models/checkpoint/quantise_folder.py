@@ -1,9 +1,11 @@
 """Quantise a checkpoint into a new folder in the format of compressed-tensors, which transformers and others load.
 
-The quantised linears, including expert matrices, are those that `quantization` would quantise at load time, except
-those that the files do not hold as a whole and under their own name, or that the format cannot hold. Values and scales
-are the same too, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor at a
-time, in the source's shards. A folder gets its final name when it is complete.
+The result equals that of the option `quantization`, which quantises linears and expert matrices at load time, with two
+exceptions. A matrix stays unquantised if the files do not hold it as a whole and under its own name, or if the format
+cannot hold it. Values and scales differ if the number of rows is no multiple of a tile's rows.
+
+Files are processed one tensor at a time; the new folder has the same shards. It gets its final name when it is
+complete.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _IN_PARTS = "the checkpoint holds it in parts, or together with others"
 
 @dataclass(frozen=True)
 class QuantisePlan:
-    """The linears of one checkpoint to quantise and to keep, and the sizes before and after."""
+    """The plan for quantising a checkpoint: which linears are quantised, which are kept, and the sizes in bytes."""
 
     path: Path
     rules: Quantisation
@@ -67,7 +69,7 @@ class QuantisePlan:
 
 
 def require_unquantised(path: Path) -> None:
-    """Raise ValueError for a folder whose weights are already quantised, or that has no config.json."""
+    """Raise ValueError if the folder's weights are quantised already, or if it has no config.json."""
     fields = JsonFields.from_file(path / "config.json")
     stated = find_settings(fields, path)
     if stated is not None:
@@ -79,11 +81,12 @@ def require_unquantised(path: Path) -> None:
 
 
 def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, ...] = ()) -> QuantisePlan:
-    """Return the plan for a checkpoint whose files are complete.
+    """Return the plan for quantising a checkpoint, all of whose files must be present.
 
-    config: with rules as from the option `quantization`. cache_dir: see `match_tensors`. asked: targets to ignore, each
-    of which must match a linear. Raises ValueError if the tensors do not fit the model, if a target matches nothing, or
-    if no linear is left to quantise.
+    config: the model's configuration, with the quantisation rules of the option `quantization`. cache_dir: see
+    `match_tensors`. asked: the targets (see quantisation.Rule) that the user wants to leave unquantised; each must
+    match a linear. Raises ValueError if the tensors do not fit the model, if a target matches no linear, or if no
+    linear is left to quantise.
     """
     rules = config.quantisation
     assert rules is not None
@@ -139,10 +142,10 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
 
 
 def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
-    """Write the folder. It appears under the name `out` when complete; an incomplete one is removed.
+    """Write the quantised checkpoint to the new folder `out`.
 
-    Raises ValueError for weights that are not finite, OSError if the disk is full or `out` exists and is not an empty
-    folder.
+    The folder gets the name `out` when it is complete; after an error it is removed. Raises ValueError for weights that
+    are not finite, and OSError if the disk is full or `out` exists and is not an empty folder.
     """
     with _complete_folder(out) as folder:
         shards: dict[str, str] = {}
@@ -160,7 +163,7 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
 
 
 def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
-    """Return why the format cannot hold a weight; None if it can."""
+    """Return the reason why the format cannot hold `weight` quantised by `scheme`; None if it can."""
     columns = scheme.weight.columns
     if not scheme.weight.is_integer:
         return None
@@ -168,9 +171,9 @@ def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
 
 
 def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, [N, K] or packed, and fp32 scales [R, C] of R x C tiles.
+    """Quantise a weight. Returns codes, [N, K] or packed (see Rounding.stored), and fp32 scales [R, C] of R x C tiles.
 
-    Computes some rows at a time, which saves memory.
+    The codes are computed for some rows at a time, which saves memory.
     """
     rounding = scheme.weight
     codes_NK = torch.empty(rounding.stored(*weight_NK.shape), dtype=rounding.dtype)
@@ -186,8 +189,11 @@ def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torc
 
 
 def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | None:
-    """Return why a linear cannot be quantised in the files; None if a tensor of the checkpoint is exactly its weight,
-    under the same name."""
+    """Return the reason why a linear cannot be quantised in the files; None if it can.
+
+    It can if a tensor of the checkpoint is exactly the linear's weight and has the same name. placements: those of the
+    weight.
+    """
     all_of_it = tuple((0, size) for size in weight.shape)
     if [(each.taken, each.placed, each.transposed) for each in placements] != [(all_of_it, all_of_it, False)]:
         return _IN_PARTS
@@ -199,10 +205,11 @@ def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | Non
 def _experts(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], read: Mapping[str, Sequence[Placement]]
 ) -> dict[str, str | None]:
-    """Map each expert matrix, by its name in the checkpoint, to the reason why its tensor cannot be quantised.
+    """Return, for each expert matrix by its name in the checkpoint, the reason why it cannot be quantised in the files.
 
-    The reason is None if the tensor is a single, unchanged matrix. own: the model's parameters by name; those of
-    experts have three dimensions.
+    The reason is None if the checkpoint's tensor is exactly one matrix, not transposed; such a matrix can be quantised.
+    tensors: the checkpoint's. own: the model's parameters by name; those of experts have three dimensions. read: the
+    placements of the checkpoint's tensors by parameter name.
     """
     found: dict[str, str | None] = {}
     for name, placements in read.items():
@@ -217,10 +224,10 @@ def _experts(
 
 
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
-    """Return targets that match all of `modules` and none of `quantised`.
+    """Return targets (see quantisation.Rule) that match all of `modules` and none of `quantised`.
 
-    The targets are those that the rules ignore, EXPERTS if no expert is quantised although the rules allow it, and the
-    names of the modules that neither matches.
+    These are the targets that the rules ignore; EXPERTS, if no expert is quantised although the rules would quantise
+    some; and the names of the remaining modules.
     """
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
@@ -231,7 +238,10 @@ def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tu
 
 
 def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> dict[str, Described]:
-    """Return the tensors to write for one tensor of the source."""
+    """Return descriptions, by name, of the tensors to write for one tensor of the source.
+
+    scheme: None if the tensor is not quantised; the description then lacks the dtype.
+    """
     shape = tuple(tensor.shape)
     if scheme is None:
         return {name: Described("", shape, tensor.nbytes)}
@@ -251,12 +261,13 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
 
 
 def _quantised(name: str, weight_NK: torch.Tensor, scheme: LinearScheme) -> dict[str, torch.Tensor]:
-    """Return the values of the tensors that `_described` lists. Raises ValueError for weights that are not finite."""
+    """Quantise a weight, and return the tensors that `_described` describes. Raises ValueError if it is not finite."""
     codes, scales = quantise_weight(weight_NK, scheme)
     if not scales.isfinite().all():
         raise ValueError(f"{name} has values that are not finite, which no scale covers")
     if scheme.weight.is_integer:
-        # Searched scales are exact in bfloat16. Words are filled up with zeros.
+        # Scales of integers are searched among bfloat16 values, so bfloat16 holds them exactly. Zeros fill the last
+        # word of a row.
         words = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
         shape = torch.tensor(weight_NK.shape)
         return {f"{name}_packed": words, f"{name}{_SCALES}": scales.bfloat16(), f"{name}_shape": shape}
@@ -264,7 +275,7 @@ def _quantised(name: str, weight_NK: torch.Tensor, scheme: LinearScheme) -> dict
 
 
 def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advance) -> list[str]:
-    """Write one safetensors file with its linears quantised, and return the names of its tensors."""
+    """Write one safetensors file with its linears quantised. Returns the names of the tensors in the new file."""
     with safe_open(source, framework="pt") as file:
         described: dict[str, Described] = {}
         for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -289,7 +300,7 @@ def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advanc
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the files that hold no weights, such as the tokenizer's, and module folders of sentence-transformers."""
+    """Copy files without weights, such as the tokenizer's, and module folders of sentence-transformers to `folder`."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and _MODULE_FOLDER.fullmatch(path.name):
             shutil.copytree(path, folder / path.name)
@@ -299,7 +310,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 @contextmanager
 def _complete_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`, renamed to it at the end, or removed after an error or interrupt."""
+    """Yield a new temporary folder next to `out`. At the end it is renamed to `out`; after an error it is removed."""
     folder = out.with_name(f".{out.name}.{os.getpid()}.incomplete")
     folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Quantised weights in a checkpoint: check values and scales, and find their placements in the model."""
+"""Check the quantised weights of a checkpoint, find the placements of their codes and scales, and dequantise them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from compiled_engine.passes.framework.rounding import retile, unpack, values_of
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
-# Scales of the attention, not of weights; kv_scales.py reads those of keys and values for an FP8 cache.
+# Names of the scales of queries, keys and values, which belong to no weight. kv_scales.py reads those of an FP8 cache.
 KV_SCALES = re.compile(r".*(\.[qkv]_scale|\.[kv]_proj\.output_scale)$")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The names of the tensors that are stored beside a quantised weight's codes, and the weight's scheme."""
+    """The names of the tensors that a checkpoint stores beside a quantised weight's codes, and the weight's scheme.
+
+    scales: scales of the weight's tiles. input_scale: static scale of the inputs. zeros: zero points. columns: order of
+    the columns. A name is None if the scheme has no such tensor.
+    """
 
     scales: str
     input_scale: str | None
@@ -33,16 +37,18 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """The names of the checkpoint's tensors that belong to the codes: scales, zeros, column order, input scale."""
+        """The names of the tensors stored beside the codes: scales, zero points, column order, input scale."""
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 
 def find_stored(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None
 ) -> tuple[dict[str, Stored], dict[str, list[str]]]:
-    """Return the names of the tensors stored beside each quantised tensor, and problems: kind -> names.
+    """Return the names of the tensors that are stored beside each quantised tensor, and the problems found.
 
-    Beside the codes are scales and, depending on the scheme, zero points, column order and input scale.
+    The first dict is by the quantised tensor's name. The second one has texts about wrong tensors by kind of problem.
+    tensors: the checkpoint's. quantisation: the checkpoint's rules; if it is None, or if weights are quantised while
+    they are loaded, nothing is found.
     """
     found: dict[str, Stored] = {}
     kinds = ("missing", "of another shape", "of a value that is not allowed", "quantised against the rules")
@@ -77,7 +83,10 @@ def find_stored(
 
 
 def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
-    """Return text about a value that scales must not have, and what is allowed; "" if all are allowed."""
+    """Return a text about a value that is not allowed in `scales`; "" if all values are allowed.
+
+    of_inputs: whether these are scales of inputs, which must be above 0. Scales of weights may be 0, but not all.
+    """
     if not scales.dtype.is_floating_point:
         return ""
     least, most = (float(value) for value in torch.aminmax(scales.float() if scales.itemsize == 1 else scales))
@@ -90,9 +99,9 @@ def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
 
 
 def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation) -> tuple[str | None, str | None]:
-    """Return the names of a module's zero points and of its column order, each None if the scheme has none.
+    """Return the names of the tensors with a module's zero points and with the order of its columns.
 
-    `read_packed` has checked the tensors.
+    A name is None if the scheme has no such tensor. The tensors need no check here, since `read_packed` checks them.
     """
     if not quantisation.layout:
         return None, None
@@ -102,7 +111,7 @@ def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation)
 
 
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
-    """Return the placement, marked for decoding if its source is quantised."""
+    """Return the placement, with `decode` and `beside` set if its source is quantised. stored: see `find_stored`."""
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
@@ -113,10 +122,11 @@ def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
 def place_quantised(
     leaf: Parameter, of_weight: Sequence[Placement], stored: Mapping[str, Stored], tensors: dict[str, torch.Tensor]
 ) -> list[Placement]:
-    """Return the placements for one `leaf` of a quantised weight, such as its codes or scales.
+    """Return the placements of one part of a quantised weight, such as its codes or scales.
 
-    of_weight: placements of the whole weight. Scales and zero points in `tensors` are replaced by those for the leaf's
-    tiles. Raises ValueError, with names, if the checkpoint contradicts the model's rules.
+    leaf: describes the part. of_weight: the placements of the whole weight. stored: see `find_stored`. tensors: the
+    checkpoint's; its scales and zero points are replaced by those for the tiles of `leaf`. Raises ValueError, with
+    names, if the checkpoint contradicts the model's rules.
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]
@@ -164,7 +174,11 @@ def place_quantised(
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return the placement's spans `taken` and `placed` in tiles, for a tensor with one element for each tile."""
+    """Return the placement's spans `taken` and `placed`, converted from elements to tiles.
+
+    They apply to tensors with one element for each tile, such as scales. Raises ValueError if a span begins within a
+    tile, or if the placement is transposed.
+    """
     return _tiles_of(placement.taken, tile, placement), _tiles_of(placement.placed, tile, placement)
 
 
@@ -179,9 +193,10 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 
 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Dequantise `part` of a weight [N, K] into `target`, on the device and in the dtype of `target`.
+    """Dequantise a part of a weight [N, K] into `target`, on the device and in the dtype of `target`.
 
-    sources: codes, scales, then zero points and the order of the columns, if the scheme has them.
+    part: its span `taken` is the part. sources: the weight's codes and scales, followed by zero points and the order of
+    the columns if the scheme has them.
     """
     scheme = LinearScheme.parse(part.decode)
     rounding, device = scheme.weight, target.device

@@ -1,4 +1,4 @@
-"""Memory-map the safetensors files of a checkpoint folder: no tensor is read before it is used."""
+"""Find and memory-map the safetensors files of a checkpoint folder. A mapped tensor is not read before it is used."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ DTYPES = {
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the checkpoint's files: those in the index, or the single file, or all safetensors files.
+    """Return the paths of the checkpoint's safetensors files.
 
-    Raises ValueError if there is none (naming pickle files if any), if a file of the index is missing, or if one is a
-    Git LFS pointer.
+    These are the files that the index names; without an index, model.safetensors or, if it is missing, all safetensors
+    files of the folder. Raises ValueError if there are none, if a file of the index is missing, or if a file is a Git
+    LFS pointer. The error names pickle files that the folder holds instead.
     """
     shards = _shards(folder)
     for shard in shards:
@@ -62,9 +63,10 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors by name, in file order, as views of the mapped files.
+    """Return all tensors of a folder by name, as views of the memory-mapped files, in the order of the files' bytes.
 
-    Raises ValueError for missing, damaged or empty files, names in two files, and names only in the index.
+    Raises ValueError if files are missing or damaged, if there are no tensors, if two files have a tensor of the same
+    name, or if the index names a tensor that no file has.
     """
     tensors: dict[str, torch.Tensor] = {}
     problems: list[str] = []
@@ -91,7 +93,7 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of the folder's tensors, sorted; none if neither an index nor a readable file is there.
+    """Return the sorted names of the folder's tensors, from the index or, without an index, from its readable files.
 
     Raises ValueError for a damaged index.
     """
@@ -105,12 +107,15 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """Return the file names in the folder's index. Raises ValueError for a damaged index."""
+    """Return the sorted names of the files that the folder's index names. Raises ValueError for a damaged index."""
     return sorted(set(weight_map(folder).values()))
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return the index: file name by tensor name."""
+    """Return the folder's index: tensor name -> name of the file that holds the tensor.
+
+    Raises ValueError if the index is missing or damaged, or names a file outside of the folder.
+    """
     section = JsonFields.from_file(folder / INDEX).section("weight_map")
     for name in section.values:
         file_name = section.text(name)

@@ -1,4 +1,7 @@
-"""Write a safetensors file one tensor at a time: names, dtypes and shapes first, values in any order."""
+"""Write a safetensors file one tensor at a time.
+
+The names, dtypes and shapes of all tensors are written first; their values can then be written in any order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 
 class Described(NamedTuple):
-    """A tensor to write. dtype: safetensors' name, such as BF16."""
+    """The description of a tensor to write. dtype: in the spelling of safetensors, such as BF16."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,7 +23,7 @@ class Described(NamedTuple):
 
 
 class SafetensorsWriter:
-    """A safetensors file, open for writing. Tensors that are not passed to `write` are zeros."""
+    """A safetensors file that is open for writing. The values of tensors that are not passed to `write` are zeros."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -40,7 +43,7 @@ class SafetensorsWriter:
         self._file.truncate(self._begin + end)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor's values. Raises ValueError unless its size in bytes is the declared one."""
+        """Write the values of the tensor `name`. Raises ValueError unless its size in bytes is the declared one."""
         start, nbytes = self._places[name]
         if tensor.nbytes != nbytes:
             raise ValueError(f"{name} takes {tensor.nbytes} bytes, but {nbytes} were stated")

@@ -1,4 +1,4 @@
-"""Reads the rules of a speech model for transcriptions from a checkpoint's generation_config.json."""
+"""Reads the rules by which a speech model transcribes, such as its special tokens, from generation_config.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ REQUIRED = ("decoder_start_token_id", "no_timestamps_token_id", "eos_token_id")
 
 
 def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
-    """Return the rules in a checkpoint's folder; None if the file or one of the required token ids is missing.
+    """Return the rules in the checkpoint's folder; None if generation_config.json or a token id of REQUIRED is missing.
 
-    longest: most tokens of a prompt and its text that the engine takes. Raises ValueError for a damaged file.
+    longest: the most tokens, of the prompt and the generated text together, that the engine accepts. Raises ValueError
+    for a damaged file.
     """
     path = folder / FILE
     values = JsonFields.from_file(path).values if path.is_file() else {}

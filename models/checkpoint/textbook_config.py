@@ -1,4 +1,4 @@
-"""Convert config.json to the ModelConfig of a textbook model."""
+"""Convert a config.json to the ModelConfig of a textbook model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from compiled_engine.models.textbook.rope import ROPE_KINDS
 
 
 def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[ModelConfig, str]:
-    """Return the configuration of a textbook model, and the source of its max_model_len, the longest supported length.
+    """Return the configuration of a textbook model, and a text that names the source of its max_model_len.
 
-    Raises ValueError for a field that is wrong, missing or not supported.
+    max_model_len is the longest length that the model supports. fields: the fields of config.json. path: the
+    checkpoint's folder. Raises ValueError for a field that is wrong, missing or not supported.
     """
     architecture = fields.texts("architectures")[0]
     family = FAMILIES[architecture]
@@ -76,21 +77,21 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
 
 
 def _only_of_transformers(fields: JsonFields, name: str, allowed: str) -> ValueError:
-    """Return the error for a value that transformers' code supports and the textbook does not."""
+    """Return the error for a value of the field `name` that transformers' code supports and textbook code does not."""
     return ValueError(f"{fields.error(name, allowed)}; model_impl='transformers' runs the code of transformers instead")
 
 
 def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
-    """Return the scale from query_pre_attn_scalar, or from the `default` of this field; None without either.
+    """Return the scale of attention scores, from the field query_pre_attn_scalar or else from its `default`.
 
-    Gemma has this field instead of scaling by the head size.
+    Returns None if both are missing: the scale then depends on the head size. Gemma models have the field.
     """
     scalar = fields.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in fields else default
     return None if scalar is None else scalar**-0.5
 
 
 def _soft_cap(fields: JsonFields, name: str, default: float) -> float:
-    """Return the soft cap in the field `name`: 0 if it is null, the default if it is missing."""
+    """Return the soft cap in the field `name`; 0 (no cap) if the field is null, the default if it is missing."""
     return fields.number(name) if name in fields else 0.0 if name in fields.values else default
 
 
@@ -106,9 +107,10 @@ def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_hea
 
 
 def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
-    """Return the model's rope, and the theta of sliding-window layers; None if it is the same in all layers.
+    """Return the model's rope, and the rope theta of sliding-window layers; None if all layers have the same rope.
 
-    In transformers 5 rope_parameters has both, by layer type. In transformers 4 rope_local_base_freq has the theta.
+    In transformers 5, rope_parameters has both, by layer type. In transformers 4, rope_local_base_freq has the theta of
+    sliding-window layers.
     """
     by_kind = fields.section("rope_parameters")
     if "full_attention" in by_kind and "sliding_attention" in by_kind:
@@ -124,7 +126,11 @@ def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> 
 
 
 def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int) -> RopeConfig:
-    """Return the rope that rope_theta and rope_scaling (transformers 4) or rope_parameters (5) describe."""
+    """Return the rope that config.json describes.
+
+    transformers 4 writes the fields rope_theta and rope_scaling, transformers 5 the field rope_parameters.
+    default_theta: for a config.json without theta. Raises ValueError for a rope that is wrong or not supported.
+    """
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"
@@ -170,7 +176,10 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
 
 
 def _check_length_angles(fields: JsonFields, rope: RopeConfig, local_theta: float | None, head_dim: int) -> None:
-    """Raise ValueError for angles by a request's length that do not fit the heads, or of only some layers."""
+    """Raise ValueError for unsupported rotary angles that depend on a request's length (longrope and dynamic rope).
+
+    They are not supported if only some layers have them, or if the numbers of factors do not fit `head_dim`.
+    """
     if _length_angles(rope) is not None and local_theta is not None:
         raise ValueError(
             f"{fields.source}: rope_type is {rope.kind!r} in some layers; allowed: default, linear, llama3 or yarn"
@@ -188,9 +197,10 @@ def _length_angles(rope: RopeConfig) -> LengthAngles | None:
 
 
 def _supported_length(rope: RopeConfig, local_theta: float | None, max_position_embeddings: int) -> tuple[int, str]:
-    """Return the longest supported length in tokens, and its source.
+    """Return the longest supported length in tokens, and a text that names its source.
 
-    With a local rope, as in Gemma 3, max_position_embeddings already includes the linear factor.
+    If sliding-window layers have their own theta, as in Gemma 3, max_position_embeddings already includes the linear
+    factor.
     """
     if rope.kind in ("linear", "dynamic") and local_theta is None:
         return int(max_position_embeddings * rope.factor), f"max_position_embeddings x the {rope.kind} rope factor"

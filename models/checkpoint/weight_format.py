@@ -1,6 +1,7 @@
-"""Declaration of a format of quantised weights in checkpoints: how config.json states it, and how its tensors are read.
+"""Defines the class that declares a format of quantised weights in checkpoints.
 
-Formats are declared beside the code that reads their tensors; weight_formats.py lists them.
+A declaration says how config.json states the format, and how its tensors are read. weight_formats.py lists all
+declarations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.packed_weights import PackedWeight
 from compiled_engine.quantisation import LinearScheme, Quantisation
 
-# End of an error: what else there is to do.
+# End of an error about a format that is not supported: the alternatives.
 INSTEAD = (
     ": a checkpoint in FP8, or with integers of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
@@ -27,7 +28,7 @@ Read = Callable[
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format in which checkpoints of compressed-tensors, and maybe of modelopt, store quantised weights."""
+    """Declares a format in which checkpoints of compressed-tensors, and possibly modelopt, store quantised weights."""
 
     name: str  # the `format` of compressed-tensors
     scheme_of: Callable[[JsonFields], LinearScheme]  # reads a group of `config_groups`

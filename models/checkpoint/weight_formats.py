@@ -1,6 +1,6 @@
-"""The formats of quantised weights in checkpoints of compressed-tensors and modelopt, and what reads their tensors.
+"""Lists the formats of quantised weights in checkpoints of compressed-tensors and modelopt, and reads their tensors.
 
-A new format is a file of its own and an entry of FORMATS.
+To add a format, add a file that declares it and an entry of FORMATS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 from compiled_engine.quantisation_names import MXFP4
 
 _ELEMENTS = {"float": "e4m3", "int": "int8"}
-# Orders of columns for calibration -> whether the columns of a group are then not neighbours.
+# Values of actorder, the order of columns in calibration -> whether the columns of a group are not neighbours.
 _ORDERS = {"none": False, "false": False, "weight": False, "static": False}
 _ORDERS |= {"true": True, "group": True, "dynamic": True}
 TOKEN = CHANNELS = Rounding("e4m3", 1, 0)
@@ -30,7 +30,10 @@ _INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
 
 
 def _integers(group: JsonFields) -> LinearScheme:
-    """Return the scheme of a group of packed weights; their inputs are not rounded."""
+    """Return the scheme of a group of `config_groups` with packed integer weights, whose inputs are not quantised.
+
+    Raises ValueError for settings that are not supported.
+    """
     group.require("input_activations", not group.values.get("input_activations"), f"null{INSTEAD}")
     weights = group.section("weights")
     weights.require_values(INSTEAD, type="int", dynamic=False)
@@ -47,7 +50,10 @@ def _integers(group: JsonFields) -> LinearScheme:
 
 
 def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
-    """Return the scheme of a group of 8-bit weights. types: the allowed types, the default first."""
+    """Return the scheme of a group of `config_groups` with 8-bit weights.
+
+    types: the allowed types of weights, the default first. Raises ValueError for settings that are not supported.
+    """
     weights = group.section("weights")
     stated = weights.one_of("type", types, types[0], instead=INSTEAD)
     weights.require_values(INSTEAD, num_bits=8, symmetric=True)
@@ -58,9 +64,10 @@ def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
 
 
 def _inputs(group: JsonFields, stated: str) -> Rounding | None:
-    """Return the rounding of a group's inputs; None if they are not rounded.
+    """Return how the inputs of a group are quantised; None if they are not.
 
-    stated: the type of the weights, which must be that of the inputs too.
+    stated: the type of the group's weights; the inputs must have the same type. Raises ValueError for settings that are
+    not supported.
     """
     if group.values.get("input_activations") is None:
         return None
@@ -77,7 +84,10 @@ def _inputs(group: JsonFields, stated: str) -> Rounding | None:
 
 
 def block_of(fields: JsonFields, name: str) -> tuple[int, int]:
-    """Return the rows and columns that a field such as [128, 128] or "128x128" states. Raises ValueError for others."""
+    """Return the rows and columns of a tile, from a field such as [128, 128] or "128x128".
+
+    Raises ValueError for any other value.
+    """
     value: Any = fields.values.get(name)
     sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
@@ -134,8 +144,9 @@ def read_weights(
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
     """Return the checkpoint's tensors with quantised weights in the engine's layout, and packed codes by weight name.
 
-    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces packed codes. path: the checkpoint's
-    folder, for errors. Raises ValueError, with names and values, if tensors contradict each other or the rules.
+    In the returned tensors, a placeholder `weight` [N, K] on the meta device replaces packed codes. quantisation: the
+    checkpoint's rules. path: the checkpoint's folder, for errors. Raises ValueError, with names and values, if tensors
+    contradict each other or the rules.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
     if quantisation is not None and quantisation.method == MXFP4:

@@ -1,4 +1,4 @@
-"""Reads multimodal checkpoints as text models: the text model's config fields and tensors, without the other parts."""
+"""Reads a multimodal checkpoint as a text model: selects the config fields and tensors of its text model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compiled_engine.models.checkpoint.quantisation_config import MODULE_LISTS, 
 
 T = TypeVar("T")
 
-# Architectures whose text model computes the same as the whole for text alone, with the text model's type where
-# config.json states none.
+# Multimodal architectures whose text model computes the same as the whole model if there is only text -> the text
+# model's type, for config.json files that do not state it.
 WRAPPERS = {
     "Emu3ForConditionalGeneration": "emu3_text_model",
     "FuyuForCausalLM": "persimmon",
@@ -91,9 +91,10 @@ _TEXT = re.compile(
 
 
 def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
-    """Return the fields of the causal language model, and the multimodal architecture that contains it, or None.
+    """Return the config fields of the text model in a multimodal model, and the multimodal architecture.
 
-    Raises ValueError for a text model of a type that is not supported.
+    For any other model, return the fields unchanged, and None. fields: the fields of config.json. Raises ValueError for
+    a text model of a type that is not supported.
     """
     wrapper = fields.texts("architectures")[0]
     named_as_text = "text_config" in fields and wrapper in _ARCHITECTURES.values()
@@ -123,7 +124,10 @@ def _of_one_dimension(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name that a module or tensor has in the text model alone; None if it belongs to another part."""
+    """Return the name that a module or tensor of a multimodal model has in the text model.
+
+    Returns None if it belongs to another part, such as the vision tower.
+    """
     if found := _TEXT.match(name):
         rest = name[found.end() :]
         return rest if rest.startswith("lm_head") else f"model.{rest}"
@@ -131,7 +135,10 @@ def text_name(name: str) -> str | None:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> tuple[dict[str, T], Counter[str]]:
-    """Return the text model's tensors by their names in that model alone, and the number of unread tensors by part."""
+    """Return the text model's tensors, by their names in the text model, and the numbers of the other tensors.
+
+    tensors: those of a multimodal checkpoint. The numbers are by part of the model, such as vision_tower.
+    """
     found: dict[str, T] = {}
     unread: Counter[str] = Counter()
     for name, tensor in tensors.items():

@@ -1,12 +1,12 @@
-"""Biases of attention scores that are linear in positions (ALiBi), as further elements of queries and keys.
+"""Biases of attention scores that are linear in positions (ALiBi), computed by extra elements of queries and keys.
 
 The score of a query and a key at position j is `scale * (q . k) + slope * j` (Press et al. 2022, "Train Short, Test
-Long"); a softmax ignores what all keys have in common, so the query's position does not matter. With `slope / scale` as
-a further element of the query and j as one of the key, the bias is a part of the product, and attention needs no other
-kernel.
+Long"). The query's position does not matter, since a softmax ignores a bias that all keys share. If `slope / scale` is
+an extra element of the query and j an extra element of the key, the product of query and key includes the bias, and
+attention needs no other kernel.
 
-Types of 16 bits have too few digits for j and for the slope. So keys have j in two digits of 8 bits, which are exact,
-and queries have each slope as a sum of two numbers: four products in all.
+16-bit dtypes are not precise enough for j and for the slope. Therefore a key has j as two digits of 8 bits, which are
+exact, and a query has each slope as a sum of two numbers: four extra products in all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _CHECKED = 4096  # positions for which biases must be linear
 
 
 class Alibi:
-    """Mixin for an attention module: adds ALiBi's biases of scores as further elements of queries and keys.
+    """Mixin for an attention module: adds ALiBi's biases of scores by extra elements of queries and keys.
 
-    There are as many key heads as query heads.
+    The module must have as many key heads as query heads.
     """
 
     step: Step | None  # None until the model is adapted
@@ -39,7 +39,7 @@ class Alibi:
     least = 4  # elements that biases need
 
     def with_positions(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k [1, H, T, d + n] with the elements for the bias, from q and k [1, H, T, d]."""
+        """Return q and k [1, H, T, d + n] with n extra elements for the bias, from q and k [1, H, T, d]."""
         positions_T = torch.arange(key.shape[2], device=key.device) if self.step is None else self.step.positions_T
         assert positions_T is not None
         of_keys = self.elements_of(positions_T).to(key.dtype).unsqueeze(0).expand(-1, key.shape[1], -1, -1)
@@ -47,20 +47,20 @@ class Alibi:
         return torch.cat((query, of_queries), dim=-1), torch.cat((key, of_keys), dim=-1)
 
     def elements_of(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return the further elements of keys, [1 or H, T, n]: the two digits of each position, repeated."""
+        """Return the extra elements of keys, [1 or H, T, n]: the two digits of each position, repeated."""
         digits_T2 = torch.stack((positions_T // _BASE, positions_T % _BASE), dim=-1)
         count = self.queries_Hn.shape[1]
         return torch.cat((digits_T2,) * -(-count // 2), dim=-1)[..., :count].unsqueeze(0)
 
     def hold_slopes(self, num_heads: int) -> None:
-        """Register the buffers that `fill` later fills with the heads' slopes, on the meta device."""
+        """Register buffers for the slopes of `num_heads` heads, on the meta device. `fill` fills them later."""
         own: Any = self
         own.step = None
         count = self.least + -(self.head_dim + self.least) % _MULTIPLE
         own.register_buffer("queries_Hn", torch.empty(num_heads, count, device="meta"), persistent=False)
 
     def fill(self, slopes_H: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill the buffers from the slope of each head's biases. dtype: that of queries."""
+        """Fill the buffers. slopes_H: the slope of each head's biases. dtype: of the queries."""
         scaled_H = slopes_H / self.alibi_scale
         first_H = scaled_H.to(dtype).float()
         second_H = (scaled_H - first_H).to(dtype).float()
@@ -69,9 +69,9 @@ class Alibi:
 
 
 class RoundedAlibi(Alibi):
-    """Mixin like Alibi for Falcon, whose biases are rounded to bfloat16, and then scaled with the scores.
+    """Mixin like Alibi, for Falcon: its biases are rounded to bfloat16, and then scaled together with the scores.
 
-    A key has the rounded bias of each head as an element.
+    The extra element of a head's key is the head's rounded bias.
     """
 
     slopes_H: torch.Tensor  # bfloat16
@@ -93,9 +93,10 @@ class RoundedAlibi(Alibi):
 
 
 def fill_slopes(model: Any) -> None:
-    """Compute the slope of each head's biases, and fill the buffers of the model's Alibi modules, on the CPU.
+    """Compute the slope of each head's biases on the CPU, and fill the buffers of the model's Alibi modules with them.
 
-    Raises UnsupportedModelError if the model's biases are not linear in positions.
+    A model without such modules is not changed. Raises UnsupportedModelError if the model's biases are not linear in
+    positions.
     """
     modules = [module for module in model.modules() if isinstance(module, Alibi) and hasattr(module, "queries_Hn")]
     if not modules:
@@ -107,14 +108,17 @@ def fill_slopes(model: Any) -> None:
 
 
 def _rounded_slopes(model: Any, num_heads: int) -> torch.Tensor:
-    """Return the slopes [H] of Falcon: the biases at position 1, which are rounded as the slopes are."""
+    """Return the slopes [H] of a Falcon model: its biases at position 1, which are rounded like the slopes."""
     mask_12 = torch.ones(1, 2, dtype=torch.int64, device="cpu")
     slopes_H: torch.Tensor = sys.modules[type(model).__module__].build_alibi_tensor(mask_12, num_heads, torch.float32)
     return slopes_H[:, 0, 1]
 
 
 def _slopes(decoder: Any, num_heads: int) -> torch.Tensor:
-    """Return the slopes [H] of a decoder of transformers, from the biases that its own method makes."""
+    """Return the slopes [H] of a decoder of transformers, from the biases that the decoder's own method computes.
+
+    Raises UnsupportedModelError if the biases are not linear in positions.
+    """
     if hasattr(decoder, "build_mpt_alibi_tensor"):
         biases_H1L = decoder.build_mpt_alibi_tensor(num_heads, _CHECKED, device="cpu")
     else:

@@ -1,7 +1,7 @@
 """Rotary embeddings of transformers whose angles depend on a request's length, computed for each token of a batch.
 
 transformers changes the frequencies of a rotary module between forwards, by the longest sequence of a batch. Here each
-token has frequencies of its own, and transformers' forward turns them into angles.
+token has its own frequencies, from which transformers' forward computes the angles.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def length_angles(config: PreTrainedConfig) -> LengthAngles | None:
-    """Return how a model's rotary angles depend on a request's length, None if they do not.
+    """Return how a model's rotary angles depend on a request's length; None if they do not.
 
-    Raises UnsupportedModelError if only those of some layers do.
+    Raises UnsupportedModelError if the angles depend on the length in only some layers.
     """
     rope: Any = getattr(config, "rope_parameters", None) or {}
     for each in rope.values():
@@ -40,16 +40,16 @@ def length_angles(config: PreTrainedConfig) -> LengthAngles | None:
 
 
 def longest_text(config: PreTrainedConfig) -> int:
-    """Return the longest text, in tokens, that a model whose rotary angles depend on the length supports."""
+    """Return the longest text, in tokens, that a model supports whose rotary angles depend on a request's length."""
     longest, rope = config.max_position_embeddings, config.rope_parameters
     return int(longest * rope["factor"]) if rope["rope_type"] == DYNAMIC else longest
 
 
 def config_with_factors(kind: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return transformers' configuration of model type `kind`. Raises the errors of AutoConfig.
+    """Return transformers' configuration of the model type `kind` with these values. Raises the errors of AutoConfig.
 
-    Phi-3's configuration checks the number of LongRoPE's factors against hidden_size / num_attention_heads. In a rank
-    with a part of the heads this is not the size of a head, so the factors are set after the check.
+    Phi-3's configuration checks the number of LongRoPE factors against hidden_size / num_attention_heads. For a rank
+    that has only some of the heads, this is not the size of a head; therefore the factors are set after the check.
     """
     section = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(section) or {}
@@ -67,14 +67,17 @@ def config_with_factors(kind: str, values: Mapping[str, Any]) -> PreTrainedConfi
 
 
 class _Parts:
-    """The attributes of a rotary module that transformers' forward reads."""
+    """Takes the place of a rotary module in transformers' forward: has the attributes that the forward reads."""
 
     def __init__(self, inv_freq: torch.Tensor, attention_scaling: float) -> None:
         self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
 class RotaryByLength:
-    """Mixin for a rotary module: each token's frequencies depend on the length of its request."""
+    """Mixin for a rotary module of transformers: each token's frequencies depend on the length of the token's request.
+
+    If the step has no `angle_lengths_T`, no request is longer than the border, and all tokens have `inv_freq`.
+    """
 
     # transformers' forward, without its changes of frequencies
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -91,7 +94,7 @@ class RotaryByLength:
         return self.compute(_Parts(frequencies, self.attention_scaling), x, position_ids)
 
     def frequencies(self, lengths_T: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [T, p] of T tokens whose angles are those of requests of these lengths."""
+        """Return the frequencies [T, p] of T tokens. lengths_T: see attention.inputs.ANGLE_LENGTHS."""
         raise NotImplementedError
 
 
@@ -111,9 +114,10 @@ class DynamicRope(RotaryByLength):
 
 
 def adapt_rotary_modules(model: nn.Module, angles: LengthAngles) -> None:
-    """Let the model's rotary modules compute each token's frequencies, in place.
+    """Change the model's rotary modules in place, so that they compute frequencies for each token.
 
-    Raises UnsupportedModelError if their forward does not take frequencies by token.
+    Raises UnsupportedModelError if a module's forward cannot take frequencies for each token, or if there is no such
+    module.
     """
     kind, ours = (LONGROPE, LongRope) if angles.recomputes else (DYNAMIC, DynamicRope)
     found = [module for module in model.modules() if getattr(module, "rope_type", None) == kind]
@@ -129,9 +133,10 @@ def adapt_rotary_modules(model: nn.Module, angles: LengthAngles) -> None:
 
 
 def _takes_rows(compute: Callable[..., Any], num_pairs: int) -> bool:
-    """Return whether a rotary forward can take a row of frequencies for each token.
+    """Return whether the forward of a rotary module can take a row of frequencies for each token.
 
-    It can if the result for several tokens equals the results for each token alone.
+    It can if the result for several tokens equals the results for each token alone. compute: the forward. num_pairs:
+    the number of frequencies of a token.
     """
     rows_Tp, positions = torch.linspace(0.1, 1, 3 * num_pairs).view(3, num_pairs), torch.tensor([[4, 5, 6]])
     x = torch.zeros(1, 3, 1)
@@ -144,7 +149,7 @@ def _takes_rows(compute: Callable[..., Any], num_pairs: int) -> bool:
 
 
 def add_frequencies(model: nn.Module) -> None:
-    """Give adapted rotary modules the tensors from which they compute frequencies, as buffers on the CPU."""
+    """Add to adapted rotary modules the buffers from which they compute frequencies, on the CPU."""
     for module in model.modules():
         if isinstance(module, LongRope):
             init, longer = ROPE_INIT_FUNCTIONS[LONGROPE], module.angles.border + 1

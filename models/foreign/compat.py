@@ -1,4 +1,4 @@
-"""All uses of transformers beyond its public interface, and the versions that provide them."""
+"""Contains all uses of transformers beyond its public interface, and states the tested versions of transformers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def causal_lm_name(config: PreTrainedConfig) -> str | None:
 
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' class of causal language models for a configuration; None if there is none.
+    """Return transformers' class of the causal language model for a configuration; None if there is none.
 
-    For the text model of some multimodal types (Mllama, Emu3) transformers lists the class under the whole's type.
+    For the text model of some multimodal models (Mllama, Emu3), transformers lists the class under the type of the
+    multimodal model.
     """
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
@@ -60,9 +61,9 @@ def causal_lm_class(config: PreTrainedConfig) -> Any:
 
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the Auto classes of transformers for a configuration's model without a head, and for its classifier.
+    """Return the Auto classes that build a configuration's model without a head, and its classifier, if they exist.
 
-    The keys are the names of the model classes that the Auto classes build.
+    The keys are the names of the model classes that they build.
     """
     found: dict[str, Any] = {}
     for auto in (AutoModel, AutoModelForSequenceClassification):
@@ -74,12 +75,12 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def mixed(ours: type, theirs: type) -> type:
-    """Return a class with the methods of `ours` before those of `theirs`, under the name of `theirs`.
+    """Return a subclass of `ours` and `theirs`, in this order, with the name and __module__ of `theirs`.
 
-    It is the same class for the same arguments, so that layers of a model stay alike and few of them are traced.
-
-    An object keeps its parameters' names if its class is replaced by this one. transformers treats a class whose
-    __module__ is not its own as custom code, without weight conversions.
+    An object of class `theirs` keeps its parameters' names if its class is replaced by the subclass. The same arguments
+    give the same class, so that identical layers of a model stay identical, and only few of them are traced. The
+    __module__ matters, because transformers treats a class outside of its own modules as custom code, and does not
+    convert the weights.
     """
     made: type = _mixed(ours, theirs)
     return made
@@ -91,10 +92,10 @@ def _mixed(ours: Any, theirs: Any) -> Any:
 
 
 def fill_buffers(model: PreTrainedModel) -> None:
-    """Give buffers that were created on the meta device their values, on the CPU.
+    """Move the model's buffers from the meta device to the CPU, and compute their values.
 
-    transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies, and
-    of a model the multipliers within its layers (Falcon H1). The method is that of the innermost model around a module.
+    As transformers does, the values are computed by `_init_weights` of the innermost PreTrainedModel that contains the
+    module with the buffer. They are, for example, rotary frequencies, and multipliers within layers (Falcon H1).
     """
     owners = {m: inner for inner in model.modules() if isinstance(inner, PreTrainedModel) for m in inner.modules()}
     having = [module for module in model.modules() if any(True for _ in module.buffers())]
@@ -108,16 +109,20 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return a pattern for the names of tensors in checkpoints that the model does not use.
+    """Return a pattern for the names of checkpoint tensors that the model does not use.
 
-    These are the names that transformers declares, and buffers in old checkpoints that the model computes itself.
+    It matches the names that transformers declares as ignored, and buffers in old checkpoints that the model computes
+    itself.
     """
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 
 
 class Conversions:
-    """transformers' conversion of a checkpoint's names and tensors to those of a model."""
+    """The conversions by which transformers turns a checkpoint's names and tensors into those of `model`.
+
+    names: the names of the model's parameters.
+    """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         transforms = get_model_conversion_mapping(model)
@@ -128,10 +133,11 @@ class Conversions:
         self._known = dict.fromkeys(names, True)
 
     def target(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """Return a checkpoint tensor's name in the model, its converter, and the source pattern that it matches.
+        """Return (name in the model, converter, source pattern) for the checkpoint tensor `name`.
 
-        Without a converter, these are the name, None and "". Tensors with the same name in the model and the same
-        converter are converted together; the pattern identifies the tensor among the converter's sources.
+        If the tensor is not converted, the converter is None and the pattern is "". Tensors with the same name in the
+        model and the same converter are converted together. The source pattern is the converter's pattern that matches
+        the tensor; it tells the tensors apart.
         """
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
@@ -139,7 +145,7 @@ class Conversions:
 
 
 def in_natural_order(names: Iterable[str]) -> list[str]:
-    """Sort names with numbers compared as numbers, so that experts are in order."""
+    """Return the names sorted, with the numbers in them compared as numbers, so that expert 2 precedes expert 10."""
     return sorted(names, key=dot_natural_key)
 
 

@@ -1,7 +1,8 @@
 """Express transformers' checkpoint conversions (renaming, stacking, joining and splitting tensors) as placements.
 
-The operations of a converter run on shapes alone. Each intermediate tensor is a list of pieces: a part of a
-checkpoint's tensor, and its place in the result so far.
+The operations of a weight converter of transformers are carried out on shapes only. An intermediate tensor is
+described by a list of pieces, each of which is a part of a checkpoint's tensor with its place in the intermediate
+tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part `taken` of a checkpoint's tensor, and its place `placed` in the result so far.
+    """Part `taken` of a checkpoint's tensor `source`, which becomes part `placed` of an intermediate tensor.
 
-    With `transposed`, the last two dimensions are swapped.
+    transposed: whether its last two dimensions are swapped.
     """
 
     source: str
@@ -40,7 +41,10 @@ class _Value:
     pieces: tuple[_Piece, ...]
 
     def moved(self, dim: int, by: int, size: int) -> _Value:
-        """Return the value shifted by `by` along a dimension, as a part of a larger tensor with `size` there."""
+        """Return this value as a part of a larger tensor, which has the size `size` in dimension `dim`.
+
+        The part begins at index `by` of that dimension.
+        """
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return _Value(shape, tuple(replace(p, placed=_shifted(p.placed, dim, by)) for p in self.pieces))
 
@@ -50,9 +54,10 @@ class UnsupportedConversionError(ValueError):
 
 
 def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Return the placements of a checkpoint's tensors (name -> shape) in a model of transformers.
+    """Return the placements of a checkpoint's tensors in a model of transformers.
 
-    Raises UnsupportedConversionError, naming the operation, and ValueError for a result of a wrong shape.
+    shapes: name -> shape of each tensor of the checkpoint. Raises UnsupportedConversionError, with the operation's
+    name, if placements cannot express a conversion, and ValueError if a conversion's result has a wrong shape.
     """
     parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()
@@ -88,9 +93,10 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Return the placements of a checkpoint's tensors (name -> shape) in an Encoder, given the Encoder's `model`.
+    """Return the placements of a checkpoint's tensors in an Encoder. model: the attribute `model` of the Encoder.
 
-    Tensors of heads that the model lacks are skipped.
+    shapes: name -> shape of each tensor of the checkpoint. Tensors of heads that the model lacks are skipped. Raises
+    the errors of `plan_weights`.
     """
     plan = plan_weights(model, shapes)
     prefix = f"{model.base_model_prefix}."
@@ -107,12 +113,15 @@ def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def _scales_of(name: str) -> str:
-    """Return the name of the scales of packed values; "" for any other name."""
+    """Return the name of the scales that belong to packed MXFP4 values `name`; "" for the name of any other tensor."""
     return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""
 
 
 def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
-    """Return the placement of packed values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R]."""
+    """Return the placement of packed MXFP4 values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R].
+
+    source, scales: names of the values and of their scales. target: the parameter's name. shape: of the packed values.
+    """
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
     columns = 2 * groups * num_bytes
     placed, taken = (tuple((0, size) for size in s) for s in ((experts, columns, rows), (experts, rows, columns)))
@@ -126,7 +135,12 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """Run one of transformers' weight converters on shapes. Returns its results by the full names of its targets."""
+    """Carry out a weight converter of transformers on shapes. Returns its results by full name.
+
+    sources: source pattern -> names of the tensors that match it. shapes: of the checkpoint's tensors. target: the full
+    name of the converter's first result. parameters: shapes of the model's parameters. Raises
+    UnsupportedConversionError for operations that placements cannot express.
+    """
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }
@@ -157,9 +171,9 @@ def _converted(
 
 
 def _full(target: str, targets: list[str], name: str) -> str:
-    """Return the full name of the converter's target `name`.
+    """Return the full name of the result for the target pattern `name` of a converter.
 
-    target: the full name of its first target. targets: the patterns of all its targets.
+    target: the full name of the converter's first result. targets: all target patterns of the converter.
     """
     concrete = target.replace("*.", "0.")
     return concrete.replace(targets[0], name, 1) if targets[0] in concrete else concrete

@@ -1,7 +1,7 @@
-"""Description of a transformers model, cached in a file so that later starts need not import transformers.
+"""Describes a transformers model. Descriptions are cached in files, so that later starts need not import transformers.
 
-The file name is a digest of everything that the description depends on: config.json, dtype, versions, and the source of
-this package.
+The file name is a digest of everything that the description depends on: config.json, dtype, the versions of
+transformers and torch, and the source code of this package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UnknownArchitectureError(ValueError):
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """The description of a parameter, or of a buffer with its values."""
+    """The description of a model's parameter, or of a buffer together with its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The number and size of a layer's heads, and what its attention needs besides; see attention.inputs.Scoring."""
+    """The number and size of a layer's heads, and the other settings of its attention; see attention.inputs.Scoring."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
@@ -66,9 +66,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's sizes, each layer's attention, all tensors, the states of recurrences, and angles by length.
+    """The description of a model: its sizes, each layer's attention, all tensors, and the states of its recurrences.
 
-    Of a speech model, layers and sizes are the decoder's; `speech` describes the encoder.
+    length_angles: how rotary angles depend on a request's length; None: they do not. For a speech model, layers and
+    sizes are those of the decoder, and `speech` describes the encoder.
     """
 
     architecture: str
@@ -102,11 +103,11 @@ class Description:
 
 
 class Skeleton(nn.Module):
-    """A module that only holds tensors with a model's names and shapes, to be allocated and loaded."""
+    """A module without code, which only holds tensors with a model's names and shapes, to be allocated and loaded."""
 
 
 def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Path | None:
-    """Return the path of the file with the model's description; None without a cache folder."""
+    """Return the path of the file for the model's description; None if there is no cache folder."""
     if cache_dir is None:
         return None
     source = [path.read_bytes() for path in sorted(_SOURCE.glob("*.py"))]
@@ -121,7 +122,7 @@ def transformers_version() -> str:
 
 
 def read_file(path: Path) -> str:
-    """Return the text written by `write_file`. Raises ValueError if its digest does not match."""
+    """Return the text of a file that `write_file` wrote. Raises ValueError if the text does not match its digest."""
     digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     if digest != _digest(text):
         raise ValueError("its digest does not match")
@@ -133,9 +134,9 @@ def _digest(text: str) -> str:
 
 
 def write_file(path: Path | None, text: str) -> None:
-    """Write a digest and the text atomically; without a path, write nothing.
+    """Write a file with the text and its digest, atomically. If `path` is None, do nothing.
 
-    A failure is only logged: the text is computed again next time.
+    An OSError is only logged; the text is then computed again in the next start.
     """
     if path is None:
         return
@@ -149,7 +150,10 @@ def write_file(path: Path | None, text: str) -> None:
 
 
 def skeleton(description: Description) -> Skeleton:
-    """Build a skeleton: parameters on the meta device, tied as described, and buffers with their values on the CPU."""
+    """Build the skeleton of a described model.
+
+    Its parameters are on the meta device, tied as described. Its buffers have their values, on the CPU.
+    """
     model = Skeleton()
     made: dict[str, nn.Parameter] = {}
     for item in description.parameters:

@@ -1,6 +1,6 @@
 """Bidirectional models of transformers, with the engine's calling convention.
 
-Texts are packed into a batch of one; only attention keeps them apart. A classifier's head is the model's own code: it
+Texts are packed into one sequence; only attention keeps them apart. A classifier's head runs transformers' code, which
 receives pooled hidden states as if they were texts of one token.
 """
 
@@ -21,10 +21,10 @@ from compiled_engine.models.foreign.observation import Observation, UnsupportedM
 
 
 class Encoder(nn.Module):
-    """An encoder around transformers' `model`.
+    """A bidirectional model: wraps `model`, a model of transformers.
 
-    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`;
-    token_types is the number of token types, 0 if the code reads none.
+    step: holds the arguments of attention. token_types: number of token types; 0 if the model's code reads none. For
+    layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
 
     def __init__(self, model: Any, observation: Observation, token_types: int) -> None:
@@ -48,7 +48,7 @@ class Encoder(nn.Module):
         kv_caches: list[torch.Tensor],
         token_types_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return hidden states [T, D]. kv_caches: not used. token_types_T: None means all 0."""
+        """Return hidden states [T, D]. kv_caches: not used. token_types_T: None: the types of all tokens are 0."""
         self.step.inputs = attention_inputs
         arguments = {}
         if self.token_types:
@@ -62,9 +62,9 @@ class Encoder(nn.Module):
         return output[0].squeeze(0)
 
     def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return positions counted as in RoBERTa: padding tokens are skipped.
+        """Return positions [T] as RoBERTa counts them, from first_position on, without counting padding tokens.
 
-        Padding tokens may also occur within a text; all have the position one below that of a text's first token.
+        Padding tokens may also occur within a text. All of them have the position first_position - 1.
         """
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
@@ -81,7 +81,7 @@ class Classifier(Encoder):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """The modules of the classifier that run on pooled hidden states."""
+        """The modules that compute logits from pooled hidden states."""
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
@@ -90,9 +90,10 @@ class Classifier(Encoder):
 
 
 class Base:
-    """Mixin for the base model of a classifier, with which the classifier's head can run alone.
+    """Mixin for a classifier's base model, which allows the classifier's head to run alone.
 
-    With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output for them.
+    With hand_on=True, forward does not run the layers: it returns its input embeddings as hidden states, together with
+    the pooler's output for them.
     """
 
     pooler: Any
@@ -104,10 +105,10 @@ class Base:
 
 
 class HandedOn:
-    """Stands in for the base model's output where a classifier's head runs alone.
+    """Takes the place of the base model's output when a classifier's head runs alone.
 
-    last_hidden_state was computed earlier; pooler_output is the pooler's result for it, None without a pooler. All
-    other outputs are None.
+    last_hidden_state: hidden states that were computed earlier. pooler_output: the pooler's result for them; None if
+    there is no pooler. All other outputs are None.
     """
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None
@@ -121,9 +122,9 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for a base model's pooler: computes its result only where a classifier's head calls it, with `in_head`.
+    """Mixin for the pooler of a classifier's base model: runs only as a part of the classifier's head.
 
-    For the base model's own calls it returns None.
+    With in_head=True, forward returns the pooler's result. Otherwise the base model calls it, and it returns None.
     """
 
     def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
@@ -133,10 +134,10 @@ class PoolerOfHead:
 def make_encoder(
     config: PreTrainedConfig, auto: Any, dtype: torch.dtype, *, classifies: bool
 ) -> tuple[Encoder, Observation] | None:
-    """Build the model on the meta device and observe it; None if its attention is causal.
+    """Build a bidirectional model on the meta device and observe it. Returns None if its attention is causal.
 
-    auto: the Auto class of transformers that builds it. classifies: whether it has a classifier's head. Raises
-    UnsupportedModelError for features that the engine lacks.
+    auto: the Auto class of transformers that builds the model. classifies: whether the model has a classifier's head.
+    Raises UnsupportedModelError for features that the engine lacks.
     """
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=PACKED_NAME, trust_remote_code=False)

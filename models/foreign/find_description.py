@@ -1,4 +1,4 @@
-"""Find the description of a transformers model in its file, or create it by importing the model's code."""
+"""Find the description of a transformers model in a cache file, or create it by importing the model's code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Return the description of a config.json's model, read from its file or made with transformers.
+    """Return the description of a model, read from a cache file or, if there is none, made with transformers.
 
-    cache_dir: the file is below this folder, and is written if it is missing or damaged; None: no file. Raises
-    ValueError for a model that cannot be run, or without a supported version of transformers.
+    config_json: text of the model's config.json. cache_dir: folder of the cache; the file is written if it is missing
+    or damaged; None: no file is read or written. Raises ValueError for a model that the engine cannot run, and if the
+    installed version of transformers is not supported.
     """
     path = description_file(config_json, dtype, cache_dir)
     if path is not None and path.is_file():

@@ -1,4 +1,4 @@
-"""The engine's attention and experts, registered as transformers' interfaces, and a step's arguments for them."""
+"""Registers the engine's attention and experts with transformers. `Step` holds a step's arguments for them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Step:
 
     def __init__(self, sliding_windows: Sequence[int | None], reading: Iterable[int] = ()) -> None:
         self.sliding_windows = tuple(sliding_windows)  # by layer, the same in every step
-        self.reading = frozenset(reading)  # layers that read an earlier layer's KV cache, which is then theirs too
+        self.reading = frozenset(reading)  # layers that only read their KV cache, which is an earlier layer's
         self.inputs: AttentionInputs | None = None
-        self.hands_on = False  # the model's head is running, whose decoder returns its input
+        self.hands_on = False  # only the model's head is to run; the decoder returns its input
         self.positions_T: torch.Tensor | None = None
         self.kv_caches: list[torch.Tensor] = []
         self.rows_R: torch.Tensor | None = None  # see recurrence.sequences; None without recurrences
@@ -36,7 +36,7 @@ class Step:
         self.angle_lengths_T: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """Return which tokens of the step belong to which request, as the ops of recurrences take it."""
+        """Return the assignment of the step's tokens to requests, in the form that the ops of recurrences take."""
         inputs = self.inputs
         assert inputs is not None
         assert self.rows_R is not None
@@ -55,10 +55,11 @@ class UnknownExpertsError(ValueError):
 def all_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum of the experts' outputs, [T, D], for tokens [T, D].
+    """Return the weighted sum of the experts' outputs for each token, [T, D].
 
-    `module` holds the experts' parameters. top_k_index, top_k_weights: the experts chosen for each token and their
-    weights, [T, X]. Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
+    module: holds the experts' parameters. hidden_states: [T, D]. top_k_index, top_k_weights: the experts chosen for
+    each token and their weights, [T, X]. Every expert computes every token; see models/textbook/experts.py. Raises
+    UnknownExpertsError for experts that are computed in another way.
     """
     _require_known(module)
     gate_up, down = module.gate_up_proj, module.down_proj
@@ -77,9 +78,9 @@ def all_experts(
 
 
 def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, parameter name) of expert weights with the shape [E, in, out].
+    """Yield (module, parameter name) of each expert weight that has the shape [E, in, out].
 
-    The kernels need the memory order [E, out, in].
+    The kernels need these weights in the memory order [E, out, in].
     """
     for module in model.modules():
         if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
@@ -115,11 +116,11 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the engine's attention: q, k, v are [1, heads, T, d]; returns ([1, T, heads, d], None).
+    """Compute the engine's attention with a KV cache. Returns ([1, T, heads, d], None).
 
-    `module` has `step` and its layer number, `layer_idx`. `attention_mask` is ignored: the sliding window is the one
-    that `observe` found in the model's own mask. The arguments in `others` do not affect the result; `observe` has
-    checked this.
+    query, key, value: [1, heads, T, d]. module: the attention module, which has a `step` and its layer number,
+    `layer_idx`. attention_mask: ignored; the step has the sliding windows that `observe` found in the model's masks.
+    others: arguments that do not affect the result, which `observe` has checked.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -163,9 +164,9 @@ def attend_packed(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within each text, without a KV cache; arguments and result as in `attend`.
+    """Compute attention within each text, without a KV cache. Arguments and result are those of `attend`.
 
-    `module` has `step` and `packed_window`.
+    module: has `step` and, instead of `layer_idx`, its sliding window `packed_window`.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

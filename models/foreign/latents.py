@@ -1,11 +1,12 @@
 """Multi-head latent attention: keys and values of all heads are linear in one latent row for each token.
 
 A key of head h is (W_h c, p): c is the token's latent, p a rotated part that all heads share. A value is V_h c. With a
-query (q, r) the score is q W_h c + r p, so queries (q W_h, r) can attend to rows (c, p), and V_h maps the weighted sum
-of the c to that of the values (DeepSeek-AI 2024, DeepSeek-V2). The cache then holds one row for each token, where keys
-and values would take a hundred times as much, and no key or value is ever computed.
+query (q, r) the score is q W_h c + r p. So a query (q W_h, r) can attend to the row (c, p), and V_h maps the weighted
+sum of the latents c to the weighted sum of the values (DeepSeek-AI 2024, DeepSeek-V2). The cache then holds one row for
+each token, where keys and values would take a hundred times as much memory, and no key or value is ever computed.
 
-transformers' modules expand rows in their method `expand_kv`; here it leaves them as they are.
+transformers' modules compute keys and values from latents and rotated parts in their method `expand_kv`; here the
+method returns rows and latents instead.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ _METHOD = "expand_kv"
 
 
 class LatentAttention:
-    """Mixin for an attention module that expands latents: its keys are the latent rows, its values parts of them."""
+    """Mixin for an attention module with latents: its keys are the rows (c, p), its values the latents c."""
 
     kv_b_proj: nn.Linear  # from latents to the heads' keys, without the rotated part, and values
     qk_nope_head_dim: int
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows [1, 1, T, r + p] and latents [1, 1, T, r], from latents and rotated parts [1, 1, T, p]."""
+        """Return rows [1, 1, T, r + p] as keys and latents [1, 1, T, r] as values.
+
+        kv_nope: latents [1, 1, T, r]. k_rot: rotated parts [1, 1, T, p].
+        """
         return torch.cat((kv_nope, k_rot), dim=-1), kv_nope
 
     def queries_of_rows(self, q_THd: torch.Tensor) -> torch.Tensor:
-        """Return the queries [T, H, r + p] whose products with rows are those of q with the expanded keys."""
+        """Return queries [T, H, r + p] whose products with rows equal the products of q with the heads' keys."""
         to_keys_Hnr, _ = self._weights(q_THd.shape[1])
         q_THn, rotated_THp = q_THd.tensor_split((self.qk_nope_head_dim,), dim=-1)
         q_HTr = torch.bmm(q_THn.transpose(0, 1), to_keys_Hnr)
         return torch.cat((q_HTr.transpose(0, 1), rotated_THp), dim=-1)
 
     def values_of(self, latents_THr: torch.Tensor) -> torch.Tensor:
-        """Return the values [T, H, v] that the heads expand from latents."""
+        """Return the values [T, H, v] that each head computes from its latents [T, H, r]."""
         _, to_values_Hvr = self._weights(latents_THr.shape[1])
         return torch.bmm(latents_THr.transpose(0, 1), to_values_Hvr.transpose(1, 2)).transpose(0, 1)
 
@@ -49,7 +53,7 @@ class LatentAttention:
 
 
 class Expansion(NamedTuple):
-    """Arguments and results of a call of `expand_kv`."""
+    """The arguments (latents, rotated) and results (keys, values) of a call of `expand_kv`."""
 
     latents: torch.Tensor
     rotated: torch.Tensor
@@ -59,7 +63,7 @@ class Expansion(NamedTuple):
 
 @contextmanager
 def expansions_recorded(model: nn.Module) -> Iterator[dict[nn.Module, Expansion]]:
-    """Record the last expansion of each module, by module, inside a `with` block."""
+    """Record the last call of `expand_kv` of each module within a `with` block. Yields the calls by module."""
     found: dict[nn.Module, Expansion] = {}
     modules = [module for module in model.modules() if hasattr(module, _METHOD)]
 
@@ -83,9 +87,10 @@ def expansions_recorded(model: nn.Module) -> Iterator[dict[nn.Module, Expansion]
 
 
 def latent_dim_of(module: Any, expansion: Expansion | None, keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return the size of a module's latents if LatentAttention can compute its attention; 0 if it cannot.
+    """Return the size of a module's latents if LatentAttention can compute the module's attention; 0 if it cannot.
 
-    expansion: the module's last one. keys, values: of its attention, which must be those of the expansion.
+    expansion: the module's last call of `expand_kv`, None without one. keys, values: those of the module's attention,
+    which must be the results of that call.
     """
     if expansion is None or expansion.keys is not keys or expansion.values is not values:
         return 0
@@ -102,9 +107,9 @@ def latent_dim_of(module: Any, expansion: Expansion | None, keys: torch.Tensor, 
 
 
 def _expands_linearly(module_class: Any) -> bool:
-    """Return whether the class's `expand_kv` computes keys and values as this module's docstring has them.
+    """Return whether a class's `expand_kv` computes keys (W_h c, p) and values V_h c from c and p.
 
-    The method runs on a module of small sizes, with whole numbers, so that results are exact.
+    To find out, the method is called for small sizes with whole numbers, for which results are exact.
     """
     heads, own, shared, value, latent, tokens = 2, 3, 2, 5, 4, 3
     weight_Hdr = torch.arange(heads * (own + value) * latent, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""Detect mechanisms that the engine lacks, from a model's configuration and modules."""
+"""Detect, from a model's configuration and modules, the mechanisms that the model needs and the engine lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from compiled_engine.models.foreign.recurrence import recurrent_modules
 
-# Patterns of module class names, and the mechanism that each stands for.
+# (pattern of module class names, mechanism that a matching class implements)
 _MODULES = (
     ("(^|[^2])MambaMixer$", "the scan of Mamba 1, which has a state for each channel"),
     ("^Zamba2HybridLayer$", "blocks of attention that several layers share"),
@@ -41,14 +41,14 @@ _MODULES = (
 )
 # Config fields for the number of times that layers run.
 _CYCLES = ("n_recurrent_loops", "H_cycles", "L_cycles")
-# Method of embeddings that derive positions from token ids (RoBERTa).
+# A method of embeddings that derive positions from token ids (RoBERTa).
 _COUNTS = "create_position_ids_from_input_ids"
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the position of a text's first token.
+    """Return the position that a model gives to the first token of a text.
 
-    It is one after the padding position if the model has one (RoBERTa), otherwise 0.
+    It is the position of padding tokens plus 1 if the model has such a position (RoBERTa), otherwise 0.
     """
     for name, module in model.named_modules():
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
@@ -58,7 +58,7 @@ def first_position(model: nn.Module) -> int:
 
 
 def is_decoder_alone(model: nn.Module | None) -> bool:
-    """Return whether the model is the decoder of an encoder-decoder model, without the encoder."""
+    """Return whether the model is the decoder of an encoder-decoder architecture, without the encoder."""
     decoder = getattr(getattr(model, "base_model", None), "decoder", None)
     if model is None or not isinstance(decoder, nn.Module):
         return False
@@ -66,16 +66,16 @@ def is_decoder_alone(model: nn.Module | None) -> bool:
 
 
 def num_layers_of(model: Any) -> int:
-    """Return the number of the decoder's layers that a model's configuration states."""
+    """Return the number of decoder layers, as the model's configuration states it."""
     config = model.config.get_text_config(decoder=True)
     layers = vars(config).get("decoder_layers") if is_decoder_alone(model) else None
     return int(config.num_hidden_layers if layers is None else layers)
 
 
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
-    """Return the names of the mechanisms that the model needs and the engine lacks.
+    """Return descriptions of the mechanisms that the model needs and the engine lacks; () if there are none.
 
-    model: None if it could not be built. encodes: whether the model is an encoder.
+    model: None if the model could not be built. encodes: whether the model is an encoder.
     """
     modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}
@@ -101,6 +101,6 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
 
 
 def _outside_recurrences(model: nn.Module) -> list[nn.Module]:
-    """Return the model's modules, without those inside recurrences that the engine supports."""
+    """Return the model's modules, except those within recurrent modules that the engine supports."""
     inside = {part for _, module in recurrent_modules(model) for part in module.modules() if part is not module}
     return [module for module in model.modules() if module not in inside]

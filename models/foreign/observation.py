@@ -1,6 +1,6 @@
-"""Observe one forward of a transformers model on the meta device: each layer's attention, and which layers are equal.
+"""Observe one forward of a transformers model on the meta device: how each layer attends, and which layers are equal.
 
-Unsupported features are found and refused here, before any weight is read.
+Unsupported features are detected and refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = (
     ),
 )
 _POSITIONS = 1 << 20  # masks are evaluated up to this position
-# Types of layers, as configurations state them, that compute each token by itself.
+# Layer types, as configurations state them, whose layers compute each token independently of other tokens.
 _BY_TOKEN = ("mlp", "moe")
 
 
@@ -53,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The attention of a layer, as the model called it with the engine's interface."""
+    """The settings of a layer's attention, as observed in the model's call of AttentionInterface."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
@@ -73,7 +73,7 @@ _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 @dataclass(frozen=True)
 class Observation:
-    """The facts that `observe` finds in one forward of a transformers model."""
+    """The result of `observe`: facts about a transformers model, found in one forward."""
 
     attention: tuple[LayerAttention, ...]  # by layer
     modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
@@ -85,9 +85,9 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class _Mask:
-    """A mask that transformers would have created.
+    """A placeholder for an attention mask that the model asks transformers to create.
 
-    Its function is evaluated only when a layer uses the mask, since a mask may stay unused.
+    function: the mask function, which is evaluated only when a layer uses the mask, since masks may stay unused.
     """
 
     tensor: torch.Tensor
@@ -95,15 +95,18 @@ class _Mask:
 
     @cached_property
     def sight(self) -> tuple[int | None, bool]:
-        """The sliding window (None: all keys are visible), and whether the mask is causal.
+        """The mask's sliding window (None: no window), and whether the mask is causal.
 
-        Raises UnsupportedModelError for any other mask.
+        Raises UnsupportedModelError for any other mask, see `_sight_of`.
         """
         return _sight_of(self.function)
 
 
 class _Slice(NamedTuple):
-    """A slice that the model's code takes outside of its layers, such as a layer's part of Gemma 4's embeddings."""
+    """A slice of a tensor that the model takes outside of its layers, such as a layer's part of Gemma 4's embeddings.
+
+    place: the index of the slice in dimension `dim`.
+    """
 
     tensor: Any  # described
     dim: int
@@ -111,7 +114,10 @@ class _Slice(NamedTuple):
 
 
 class _Observer(TorchDispatchMode):
-    """Records attention calls, masks, and each layer's ops with their inputs."""
+    """A torch dispatch mode that records each layer's ops with descriptions of their inputs.
+
+    Its methods `attend` and `mask` are registered as transformers' interfaces, and record attention calls and masks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +212,7 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window}, but its mask has {window}")
-        window = own_window or window  # beside a mask that hides nothing else
+        window = own_window or window  # own_window: the module's window, in addition to a causal mask
         self.modules[layer] = module
         num_kv_heads, head_dim = key.shape[1], max(key.shape[-1], value.shape[-1])
         if latent_dim:
@@ -223,7 +229,7 @@ class _Observer(TorchDispatchMode):
 
 
 class _Recurrences:
-    """Implements Functions by recording the states that the calls need."""
+    """Implements recurrence.Functions without computing: records the states that the model's recurrences need."""
 
     def __init__(self, paths: Mapping[nn.Module, str]) -> None:
         self.module: Any = None
@@ -297,8 +303,8 @@ class _Recurrences:
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
     """Run a transformers model on the meta device, and return how its layers attend and which layers are equal.
 
-    encodes: the model is an encoder, whose forward takes no cache. Raises UnsupportedModelError for features that the
-    engine lacks.
+    num_layers: of the decoder or encoder. encodes: whether the model is an encoder, whose forward takes no cache.
+    Raises UnsupportedModelError for features that the engine lacks.
     """
     observer = _Observer()
     AttentionInterface.register(_NAME, observer.attend)
@@ -332,7 +338,7 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     types = getattr(config, "layer_types", None) or ()
     by_token = (number for number, kind in enumerate(types) if kind in _BY_TOKEN)
     found |= {number for number in by_token if not _is_numbered_within(layers, number)}
-    unused = {number for number in range(len(layers)) if number not in observer.ops}  # of images alone (Mllama)
+    unused = {number for number in range(len(layers)) if number not in observer.ops}  # only for images (Mllama)
     found |= unused
     if unused:
         path = ""  # the others may be known by their numbers
@@ -350,7 +356,10 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
 
 
 def _is_numbered_within(layers: nn.ModuleList, number: int) -> bool:
-    """Return whether a submodule of a layer has the layer's number, as those with a cache do. True without layers."""
+    """Return whether a submodule of the layer `number` has a layer number, as modules with a cache do.
+
+    Returns True if the model's layers are not known.
+    """
     return not len(layers) or any(hasattr(part, "layer_idx") for part in [*layers[number].modules()][1:])
 
 
@@ -384,9 +393,9 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
 
 
 def _sight_of(mask_function: Callable[..., Any]) -> tuple[int | None, bool]:
-    """Return a mask's sliding window (None: all keys are visible), and whether the mask is causal.
+    """Return a mask's sliding window in keys (None: no window), and whether the mask is causal.
 
-    Raises UnsupportedModelError for any other mask.
+    Raises UnsupportedModelError for a mask that a window and causality do not describe.
     """
     keys = torch.arange(_POSITIONS + 2)
 

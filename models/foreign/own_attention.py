@@ -1,8 +1,9 @@
-"""Attention modules of transformers that compute scores and weights themselves: here they call AttentionInterface.
+"""Adapts attention modules of transformers that compute scores themselves, so that they call AttentionInterface.
 
-Most families hand queries, keys and values to `AttentionInterface`, which the engine implements. Older ones multiply
-them in their own code. A module of such a class gets a mixin, whose method makes queries, keys and values with the
-module's own parameters and calls the interface. Each class is compared with transformers (tests/support/families.py).
+Most model families pass queries, keys and values to `AttentionInterface`, which the engine implements. Older families
+multiply them in their own code. A module of such a family gets a mixin, whose method computes queries, keys and values
+with the module's own parameters and calls the interface. Tests compare the results of each adapted class with those of
+transformers (tests/support/families.py).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def _attend(
     scaling: float | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Return the attention [1, T, heads, d] of q, k and v, [1, heads, T, d]. scaling: None for 1 / sqrt(d).
+    """Call AttentionInterface, and return the result of attention, [1, T, heads, d].
 
-    mask: transformers' mask; None for a causal one.
+    query, key, value: [1, heads, T, d]. mask: transformers' mask; None: a causal mask. scaling: None: 1 / sqrt(d).
     """
     causal = {} if mask is not None else {"is_causal": True}
     function = _FUNCTIONS[module.config._attn_implementation]
@@ -48,8 +49,8 @@ def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 class OwnAttention:
     """Base class of the mixins for attention modules that compute scores themselves.
 
-    `config` and `layer_idx` are set where the module lacks them. Tensors that the module's code would use as masks are
-    removed.
+    `adapt_own_attention` sets `config` and, if the module lacks it, `layer_idx`. It removes buffers that the module's
+    code would use as masks.
     """
 
     config: Any
@@ -75,7 +76,7 @@ class JapaneseAttention(OwnAttention):
 
 
 class FirstAttention(OwnAttention):
-    """The first GPT's attention, which makes keys with swapped dimensions. The engine's masks replace the module's."""
+    """Attention of the first GPT, whose code transposes keys. The module's masks are ignored; attention is causal."""
 
     scale: bool
 
@@ -85,7 +86,7 @@ class FirstAttention(OwnAttention):
 
 
 class EncoderAttention(OwnAttention):
-    """Attention of BERT's form (Megatron-BERT, RemBERT), and RoFormer's, which rotates pairs of neighbours."""
+    """Attention as in BERT (Megatron-BERT, RemBERT), and RoFormer's, which also rotates pairs of adjacent elements."""
 
     query: nn.Module
     key: nn.Module
@@ -96,7 +97,7 @@ class EncoderAttention(OwnAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, sinusoidal_pos: Any = None, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return the attention's result [1, T, D]. sinusoidal_pos: RoFormer's sines and cosines."""
+        """Return the attention's result [1, T, D]. sinusoidal_pos: RoFormer's sines and cosines of positions."""
         q, k, v = (_heads(each(hidden_states), self.attention_head_size) for each in (self.query, self.key, self.value))
         rotate: Any = getattr(self, "apply_rotary_position_embeddings", None)
         if rotate is not None and self.rotary_value:
@@ -125,7 +126,7 @@ class ScaledAttention(OwnAttention):
     ) -> tuple[torch.Tensor, None]:
         """Return the attention's result [1, T, D].
 
-        Raises UnsupportedModelError for keys and values of a learned prompt, `attn_prompt`.
+        Raises UnsupportedModelError if there is a learned prompt of keys and values (`attn_prompt`).
         """
         if attn_prompt is not None:
             raise UnsupportedModelError("its attention has keys and values of a learned prompt")
@@ -136,10 +137,10 @@ class ScaledAttention(OwnAttention):
 
 
 class GroupedAttention(RoundedAlibi, OwnAttention):
-    """Falcon's attention: rows of the weight are grouped by key head, a group's queries before its key and its value.
+    """Falcon's attention: the weight's rows are grouped by key head; a group has its queries, its key and its value.
 
-    transformers repeats keys for each query head where there are several groups; here they are not. Scores have biases
-    by positions in place of a rotation if the configuration has `alibi`.
+    If there are several groups, transformers repeats a key for each query head; this class does not. If the
+    configuration has `alibi`, scores have biases by positions, and queries and keys are not rotated.
     """
 
     query_key_value: nn.Module
@@ -155,7 +156,10 @@ class GroupedAttention(RoundedAlibi, OwnAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return the attention's result [1, T, D]. Raises UnsupportedModelError for biases in heads that share keys."""
+        """Return the attention's result [1, T, D].
+
+        Raises UnsupportedModelError if scores have biases (ALiBi) and heads share keys.
+        """
         packed = self.query_key_value(hidden_states)
         group = self.num_heads // self.num_kv_heads
         packed = packed.view(*packed.shape[:2], self.num_kv_heads, group + 2, self.head_dim)
@@ -177,7 +181,10 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 class BloomAttention(Alibi, OwnAttention):
-    """Bloom's attention: rows of the weight are q, k and v of one head after the other. Adds the residual."""
+    """Bloom's attention: the weight's rows are q, k and v of the first head, then of the second, and so on.
+
+    Its forward adds the residual.
+    """
 
     query_key_value: nn.Module
     dense: nn.Module
@@ -220,7 +227,7 @@ class MosaicAttention(Alibi, OwnAttention):
 
 
 class MosaicDecoder:
-    """Mixin for MPT's decoder: omits the mask and the table of biases that its own forward makes."""
+    """Mixin for MPT's decoder: its forward creates no mask and no table of biases, unlike transformers' forward."""
 
     wte: nn.Module
     blocks: nn.ModuleList
@@ -236,7 +243,7 @@ class MosaicDecoder:
         return BaseModelOutputWithPast(last_hidden_state=self.norm_f(hidden_states))
 
 
-# Classes by transformers' folder and name, and the mixin of each.
+# `folder.Class` of a class of transformers -> its mixin.
 _ATTENTION: dict[str, type[OwnAttention]] = {
     "gpt_neo.GPTNeoSelfAttention": LocalAttention,
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": JapaneseAttention,
@@ -255,7 +262,7 @@ _ATTENTION: dict[str, type[OwnAttention]] = {
 
 
 def adapt_own_attention(model: PreTrainedModel) -> None:
-    """Let attention modules that compute scores themselves call AttentionInterface, in place."""
+    """Change attention modules that compute scores themselves in place, so that they call AttentionInterface."""
     count = 0
     for module in model.modules():
         ours = _ATTENTION.get(_key_of(type(module)))
@@ -266,7 +273,7 @@ def adapt_own_attention(model: PreTrainedModel) -> None:
         own.config = model.config
         if not isinstance(getattr(own, "layer_idx", None), int):
             own.layer_idx, count = count, count + 1
-        for name in [name for name in own._buffers if name == "bias"]:  # masks of the longest text
+        for name in [name for name in own._buffers if name == "bias"]:  # masks for the longest text
             del own._buffers[name]
         if isinstance(own, Alibi) and getattr(model.config, "alibi", True):
             own.hold_slopes(model.config.num_attention_heads)
@@ -275,6 +282,6 @@ def adapt_own_attention(model: PreTrainedModel) -> None:
 
 
 def _key_of(module_class: type) -> str:
-    """Return `folder.Class` for a class of transformers' models, which are in transformers.models.FOLDER."""
+    """Return `folder.Class` for a class in transformers.models.FOLDER; "" for any other class."""
     package, models, folder, *_ = (*module_class.__module__.split("."), "", "", "")
     return f"{folder}.{module_class.__name__}" if (package, models) == ("transformers", "models") else ""

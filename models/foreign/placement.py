@@ -1,7 +1,8 @@
-"""Placements of checkpoint tensors in a model: plain data, so that later starts do not need transformers.
+"""Defines placements of checkpoint tensors in a model: plain data, so that later starts need not import transformers.
 
-A checkpoint may store one tensor of the model as several (one per expert), or several as one. In both cases a part of
-one tensor equals a part of the other, so each byte is read once and written to its final position, packed or not.
+A checkpoint may store one tensor of the model as several tensors (such as one for each expert), or several as one. In
+both cases a part of a checkpoint's tensor equals a part of a model's tensor. So each byte is read once and written to
+its final position, which may be in a packed parameter.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Placement:
 
     @property
     def in_blocks(self) -> bool:
-        """Return whether the source holds MXFP4 codes of experts, whose scales are in the tensor `beside`."""
+        """Whether the source holds MXFP4 codes of experts. Their scales are in the tensor that `beside` names."""
         return self.decode == MXFP4
 
     @property
@@ -46,10 +47,10 @@ class Placement:
         return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
-        """Return placements for a rank's slice of the parameter.
+        """Return the parts of this placement that fall into a rank's slice of the parameter `target`.
 
-        places: the parts of dimension `dim` that the slice consists of. Raises ValueError if the source cannot be
-        divided along that dimension.
+        In the result, `placed` counts from the start of the slice. places: the parts of dimension `dim` that the slice
+        consists of. Raises ValueError if the source cannot be divided along that dimension.
         """
         back = dim - len(self.placed)  # negative index, since a source may lack leading dimensions
         if self.transposed and back >= -2:
@@ -70,9 +71,10 @@ class Placement:
         return found
 
     def view(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the part `taken` of the source, with its last two dimensions swapped if `transposed`.
+        """Return a view of the part `taken` of the tensor `source`.
 
-        Its shape is that of the part `placed`, except for dimensions of size 1.
+        If `transposed`, the last two dimensions are swapped. The view has the shape of the part `placed`, except for
+        dimensions of size 1.
         """
         part = _part(source, self.taken)
         return part.mT if self.transposed else part
@@ -83,14 +85,14 @@ class Placement:
 
 
 def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
-    """Return the placement that copies a whole tensor of the checkpoint to a whole parameter of the same shape."""
+    """Return the placement of a whole checkpoint tensor `source` in a whole parameter `target` of the same shape."""
     spans = tuple((0, size) for size in shape)
     return Placement(source, spans, target, spans)
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Placements of a checkpoint's tensors, and the names of tensors that the model does not expect."""
+    """The placements of a checkpoint's tensors in a model, and the names of tensors that the model does not expect."""
 
     placements: tuple[Placement, ...]
     unexpected: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Positions of tokens in models whose code counts them from the length of transformers' cache.
+"""Adapts models that compute the positions of tokens from the length of transformers' cache.
 
-The engine gives positions to a step, so modules that embed them get these instead.
+The engine passes positions to each step. Modules that embed positions are changed to use these positions.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _COUNTED = {"cache_length", "position_ids"}  # parameters of modules that count 
 
 
 class StepPositions:
-    """Mixin for a module that embeds positions: takes the positions of the engine's step instead of counting them."""
+    """Mixin for a module that embeds positions: uses those of the engine's step instead of computing its own."""
 
     step: Step | None
 
     def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        """Return the embeddings of the step's positions, [T, D] or [1, T, D] as the family's code makes them."""
+        """Return the embeddings of the step's positions, [T, D] or [1, T, D], depending on the family's code."""
         if self.step is not None:
             keywords["position_ids"] = self.step.positions_T
         return super().forward(*arguments, **keywords)  # type: ignore[misc,no-any-return]
 
 
 class TableOfPositions:
-    """Mixin for XGLM's sine positions: reads the table, as long as the longest text, and never grows it."""
+    """Mixin for XGLM's sinusoidal position embeddings: reads a table for the longest text, which never grows."""
 
     weights: torch.Tensor
     offset: int
@@ -43,7 +43,7 @@ class TableOfPositions:
 
 
 def adapt_positions(model: Any) -> None:
-    """Let modules that count positions themselves embed the positions of the step instead, in place."""
+    """Change modules that compute positions themselves in place, so that they embed the positions of the step."""
     takes_positions = any("position_ids" in _parameters(each) for each in _decoders(model))
     for module in model.modules():
         if type(module).__name__ == "XGLMSinusoidalPositionalEmbedding":

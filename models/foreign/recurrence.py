@@ -1,9 +1,9 @@
-"""Replaces the recurrence functions that transformers' modules call by the engine's.
+"""Replaces the recurrence functions that transformers' modules call by functions of the engine.
 
 transformers' model files call each recurrence through a function: `causal_conv1d_fn` for short convolutions,
 `torch_chunk_gated_delta_rule` for gated delta nets, `chunk_kimi_delta_attention` for Kimi delta attention,
-`mamba2_chunk_scan` for Mamba 2. A module that calls one of them gets a subclass of its class. The subclass's forward is
-the same code, in which these names refer to the engine's functions.
+`mamba2_chunk_scan` for Mamba 2. The class of a module that calls one of them is replaced by a subclass. The subclass's
+forward is the same code, in which these names refer to the engine's functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
 class Functions(Protocol):
-    """Functions that modules call instead of transformers'; `module` is the module whose forward is running."""
+    """The functions that modules call in place of transformers' functions.
+
+    module: the module whose forward is running.
+    """
 
     module: Any
 
@@ -41,7 +44,7 @@ class Functions(Protocol):
         activation: str | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Apply a causal convolution along T tokens to D channels; input and result are [1, D, T]."""
+        """Apply a causal convolution over T tokens to D channels. hidden_states and result: [1, D, T]."""
         ...
 
     def apply_rule(
@@ -54,10 +57,10 @@ class Functions(Protocol):
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Apply the gated delta rule to T tokens.
+        """Apply the gated delta rule to T tokens. Returns (result, None).
 
-        q, k [1, T, G, k], for G heads of k elements. v and result [1, T, H, v], for H heads of v elements. beta
-        [1, T, H], and g too, or [1, T, H, k] with a decay for each element of a key.
+        query, key: [1, T, G, k], for G heads of k elements. value and result: [1, T, H, v], for H heads of v elements.
+        beta: [1, T, H]. g: decays [1, T, H], or [1, T, H, k] with a decay for each element of a key.
         """
         ...
 
@@ -75,15 +78,15 @@ class Functions(Protocol):
         dt_limit: tuple[float, float],
         **others: Any,
     ) -> torch.Tensor:
-        """Scan T tokens as Mamba 2 does.
+        """Apply the state space scan of Mamba 2 to T tokens.
 
-        hidden_states and result [1, T, H, v], for H heads of v elements. dt [1, T, H]. B, C [1, T, G, k], for G groups
-        of heads. A, D, dt_bias [H].
+        hidden_states and result: [1, T, H, v], for H heads of v elements. dt: [1, T, H]. B, C: [1, T, G, k], for G
+        groups of heads. A, D, dt_bias: [H].
         """
         ...
 
 
-# Methods of Functions by the function names in transformers' files.
+# Name of a function in transformers' files -> the method of Functions that replaces it.
 _NAMES = {
     "causal_conv1d_fn": "convolve",
     "torch_chunk_gated_delta_rule": "apply_rule",
@@ -93,7 +96,7 @@ _NAMES = {
 
 
 class StepFunctions:
-    """Implements Functions for a step of the engine, by calls of the engine's ops on the modules' states."""
+    """Implements Functions for a step of the engine: calls the engine's ops on the modules' states."""
 
     def __init__(self, step: Step) -> None:
         self.module: Any = None
@@ -156,7 +159,7 @@ class StepFunctions:
 
 
 def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `theirs` whose forward calls `functions` in place of transformers' functions."""
+    """Return a subclass of `theirs` whose forward calls `functions` in place of transformers' recurrence functions."""
     code = inspect.unwrap(theirs.forward)
     assert isinstance(code, FunctionType)
     # Without __name__ Dynamo looks globals up in this dictionary instead of in the module of that name.
@@ -174,14 +177,14 @@ def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of each module that calls one of the recurrence functions."""
+    """Yield (path, module) for each module of the model that calls one of transformers' recurrence functions."""
     for path, module in model.named_modules():
         if _is_recurrent(type(module)):
             yield path, module
 
 
 def has_recurrent_family(model: nn.Module) -> bool:
-    """Return whether the code of the model's family has recurrences, although the model itself may have none."""
+    """Return whether the file of the model's class defines recurrent modules, even if the model contains none."""
     classes = [each for each in vars(sys.modules[type(model).__module__]).values() if isinstance(each, type)]
     return any(issubclass(each, nn.Module) and _is_recurrent(each) for each in classes)
 
@@ -192,7 +195,7 @@ def _is_recurrent(module_class: type[nn.Module]) -> bool:
 
 
 def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, type[nn.Module]]:
-    """Make the model's recurrent modules call `functions`, by a change of their classes.
+    """Change the classes of the model's recurrent modules, so that the modules call `functions`.
 
     Returns the previous class of each of these modules.
     """
@@ -205,7 +208,7 @@ def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, typ
 
 @contextmanager
 def functions_used(model: nn.Module, functions: Functions) -> Iterator[None]:
-    """Make the model's recurrent modules call `functions` inside a `with` block."""
+    """Make the model's recurrent modules call `functions` within a `with` block; restore their classes afterwards."""
     before = use_functions(model, functions)
     try:
         yield

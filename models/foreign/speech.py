@@ -1,8 +1,9 @@
 """Speech models of transformers (Whisper), with the engine's calling convention and attention.
 
-The encoder encodes clips of a fixed length. The decoder's steps are packed; its cross-attention keeps the requests
-apart by the clip of each token. A trace computes the keys and values of clips from the encoder's result, and the pass
-`hoist_encoder` cuts them off. Eager code reads them where the engine keeps them.
+The encoder encodes clips of a fixed length. A step of the decoder packs the tokens of several requests; in
+cross-attention, each token attends to the clip of its request. In a trace, the decoder computes the clips' keys and
+values from the encoder's result, and the pass `hoist_encoder` moves this computation out of the graph. In eager mode,
+the decoder reads keys and values that the engine has stored.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from compiled_engine.passes.speech.cross_attention import cross_attention
 from compiled_engine.speech import SpeechDescription
 
 NAME = "compiled_engine_speech"
-# The architectures that are tested. Others among transformers' speech models differ in positions, masks or features.
+# The architectures that are tested. transformers' other speech models differ in positions, masks or features.
 ARCHITECTURES = ("WhisperForConditionalGeneration",)
 
 
 class SpeechStep(Step):
-    """The arguments of attention in a step of the decoder, and in a call of the encoder."""
+    """Holds the arguments of attention for a step of the decoder, and for a call of the encoder.
+
+    num_layers: of the decoder. length: tokens of the encoder's result for a clip.
+    """
 
     def __init__(self, num_layers: int, length: int) -> None:
         super().__init__([None] * num_layers)
         self.length = length
         self.clip_T: torch.Tensor | None = None  # the clip of each token, see `cross_attention`
-        self.clips: AttentionInputs | None = None  # the encoder's
+        self.clips: AttentionInputs | None = None  # the encoder's, with a clip in the place of a request
         # Keys and values of each layer's cross-attention, [slots * length, H, d] each, which eager code reads; empty in
         # a trace.
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -49,10 +53,11 @@ def attend_in_role(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention: q, k, v are [N, heads, tokens, d]; returns ([N, tokens, heads, d], None).
+    """Compute attention in the encoder or decoder. Returns ([N, tokens, heads, d], None).
 
-    `module` has `step`, and its `role`: "encoder", "decoder" or "cross". N is the number of clips in the encoder, and
-    otherwise 1. The arguments in `others` do not affect the result.
+    query, key, value: [N, heads, tokens, d]; N is the number of clips in the encoder, and 1 in the decoder. module: the
+    attention module, which has a `step` and a `role`: "encoder", "decoder" or "cross" (the decoder's cross-attention).
+    others: arguments that do not affect the result.
     """
     own: Any = module
     step: SpeechStep = own.step
@@ -73,10 +78,10 @@ AttentionInterface.register(NAME, attend_in_role)
 
 
 class SpeechModel:
-    """Mixin before the family's class, with the engine's forward and logits, and the encoder.
+    """Mixin for a speech model's class, with the engine's `forward` and `logits`, and with methods for the encoder.
 
-    `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`;
-    they describe the decoder. stacks_without_caches: the path of the encoder's layers, with their signatures.
+    step: holds the arguments of attention. layers_path, layer_signatures, layers_in_tuple: describe the decoder's
+    layers, see `Observation`. stacks_without_caches: the path and signatures of the encoder's layers.
     """
 
     step: SpeechStep
@@ -99,7 +104,7 @@ class SpeechModel:
         """Return hidden states [T, D] of the decoder, after its last norm. Writes keys and values into kv_caches.
 
         clip_T: int32, the clip of each token, -1 for none. encoded_ED: the encoder's result for the clips, from which
-        their keys and values are computed; None: the step's `kept` ones are read.
+        the keys and values of cross-attention are computed; None: those in the step's `kept` are read.
         """
         step = self.step
         step.inputs, step.kv_caches, step.clip_T = attention_inputs, kv_caches, clip_T
@@ -123,15 +128,16 @@ class SpeechModel:
     def encode(self, features_CMF: torch.Tensor, attention_inputs: AttentionInputs) -> torch.Tensor:
         """Return the encoder's result [C * length, D] for the features of C clips.
 
-        attention_inputs: those in which a clip takes the place of a request, with `length` tokens.
+        attention_inputs: describe each clip as a request with `length` tokens.
         """
         self.step.clips = attention_inputs
         return self.model.encoder(features_CMF)[0].flatten(0, 1)
 
     def hoisted(self, encoded_ED: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of each layer's cross-attention in turn, [E, H, d] each, from the encoder's result.
+        """Return the keys and values of cross-attention, computed from the encoder's result [E, D].
 
-        The pass `hoist_encoder` makes a callable of this computation.
+        The tensors are the first layer's keys, its values, the second layer's keys, and so on, [E, H, d] each. The pass
+        `hoist_encoder` makes a callable of this computation.
         """
         found: list[torch.Tensor] = []
         for layer in self.model.decoder.layers:
@@ -141,9 +147,9 @@ class SpeechModel:
 
 
 def is_speech(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether `name` is transformers' speech model for a configuration.
+    """Return whether `name` is the class name of transformers' speech model for a configuration.
 
-    Raises UnsupportedModelError for one that the engine does not run.
+    Raises UnsupportedModelError if it is, but the engine does not run this model.
     """
     mapping: Any = AutoModelForSpeechSeq2Seq._model_mapping
     if type(config) not in mapping or mapping[type(config)].__name__ != name:
@@ -156,7 +162,7 @@ def is_speech(config: PreTrainedConfig, name: str) -> bool:
 
 
 def describe_speech(config: Any) -> SpeechDescription:
-    """Return the description of the encoder, from transformers' configuration of the model."""
+    """Return the description of a speech model's encoder. config: transformers' configuration of the model."""
     return SpeechDescription(
         num_mel_bins=config.num_mel_bins,
         num_frames=2 * config.max_source_positions,  # the second convolution has stride 2
@@ -167,7 +173,10 @@ def describe_speech(config: Any) -> SpeechDescription:
 
 
 def build_speech_model(config: Any, dtype: torch.dtype) -> tuple[Any, Observation]:
-    """Build the model on the meta device, with its buffers on the CPU, and return it with its observation."""
+    """Build a speech model on the meta device, with its buffers on the CPU.
+
+    Returns the model, and an Observation that describes the decoder. config: transformers' configuration.
+    """
     with torch.device("meta"):
         model: Any = AutoModelForSpeechSeq2Seq.from_config(
             config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False

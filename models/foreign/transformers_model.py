@@ -1,7 +1,7 @@
 """Runs causal language models with transformers' code, and with the engine's calling convention and attention.
 
 A step uses only the arithmetic of transformers' modules. Positions, KV caches and attention inputs are arguments; there
-is no mask and no cache object, and the batch dimension of one is removed from the graph by the passes.
+are no masks and no cache objects. Tensors have a batch dimension of size 1, which the passes remove from the graph.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from compiled_engine.models.foreign.positions import adapt_positions
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
 from compiled_engine.models.foreign.speech import SpeechModel, build_speech_model, describe_speech, is_speech
 
-# Length of the texts that BLOOM was trained with (BigScience 2022), which newer configurations do not state.
+# Length of BLOOM's training texts, in tokens (BigScience 2022), which newer configurations do not state.
 BLOOM_LENGTH = 2048
 _OWN_ATTENTION = "its attention does not go through transformers' AttentionInterface"
 
 
 class CausalLM:
-    """Mixin before the family's class, with the engine's forward and logits.
+    """Mixin for transformers' class of a causal language model, with the engine's `forward`, `logits` and others.
 
-    `step` holds the arguments of attention, and other_inputs are the names in it of the forward's last arguments. The
-    first ones may be left out. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
+    step: holds the arguments of attention. other_inputs: the names of the arguments `others` of `forward`, which are
+    attributes of `step`. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
 
     step: Step
     other_inputs: Sequence[str]
-    first_position: int  # of a text's first token; if it is not 0, the one before is that of padding tokens
+    first_position: int  # of a text's first token; if it is not 0, first_position - 1 is that of padding tokens
     base_model: nn.Module
     layers_path: str
     layer_signatures: Sequence[int]
@@ -81,7 +81,7 @@ class CausalLM:
         """Return hidden states [T, D] after the final norm.
 
         Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. others: the
-        tensors that `other_inputs` names.
+        tensors that `other_inputs` names; the first ones may be left out.
         """
         first = len(self.other_inputs) - len(others)
         for name, tensor in zip(self.other_inputs[first:], others, strict=True):
@@ -99,7 +99,7 @@ class CausalLM:
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Return hidden states [T, D] as `forward` does, from the first layer's inputs [T, D] instead of token ids.
+        """Return hidden states [T, D] as `forward` does, but from embeddings [T, D] instead of token ids.
 
         The model must not have recurrences.
         """
@@ -126,7 +126,7 @@ class CausalLM:
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V], including the family's own steps such as a scale or a cap."""
+        """Return logits [R, V] of hidden states [R, D], including the model's own steps such as a scale or a cap."""
         self.step.hands_on = True
         try:
             output = super().forward(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False)  # type: ignore[misc]
@@ -136,9 +136,9 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixin for the family's decoder class, with which the model's head can run alone.
+    """Mixin for transformers' decoder class, which allows the model's head to run alone.
 
-    While `step.hands_on` is set, forward computes nothing and returns its input embeddings as hidden states.
+    While `step.hands_on` is set, forward does not run the layers: it returns its input embeddings as hidden states.
     """
 
     step: Step
@@ -152,7 +152,7 @@ class Decoder:
 class TextAngles:
     """Mixin for rotary embeddings that take three positions per token (for time, height and width).
 
-    Computes the angles from the first position alone, since the three are equal in text.
+    The angles are computed from the first position only, since a text token's three positions are equal.
     """
 
     inv_freq: torch.Tensor
@@ -166,7 +166,7 @@ class TextAngles:
 
 
 class OrderedHeads:
-    """Mixin for Qwen3-Next's delta nets: splits their projections without shapes that torch 2.11 cannot infer."""
+    """Mixin for Qwen3-Next's gated delta nets: splits projections by ops whose shapes torch 2.11 can infer."""
 
     num_k_heads: int
     num_v_heads: int
@@ -174,9 +174,9 @@ class OrderedHeads:
     head_v_dim: int
 
     def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
-        """Split the fused projections, which are interleaved by key head.
+        """Split the fused projections, whose parts are grouped by key head.
 
-        Returns q, k, v, z (per head), b and a, [1, T, ...] each.
+        Returns q, k, v and z [1, T, heads, elements], then b and a [1, T, value heads].
         """
         group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
         width = group * self.head_v_dim
@@ -193,10 +193,10 @@ class OrderedHeads:
 
 
 class AllTokens:
-    """Mixin for Gemma 4's decoder, which may drop tokens that later layers need not compute: keeps all tokens.
+    """Mixin for Gemma 4's decoder, whose code may drop tokens that later layers need not compute: keeps all tokens.
 
-    Which tokens are needed is not known in the decoder. Its code would compare the number of tokens with 1, which a
-    trace for all sizes cannot.
+    The decoder does not know which tokens are needed. Its own code compares the number of tokens with 1, which a trace
+    for any number of tokens cannot do.
     """
 
     def _maybe_slice_kv_shared_inputs(
@@ -206,7 +206,7 @@ class AllTokens:
 
 
 class HandedOn:
-    """The decoder's output in the form that the family's own code expects: hidden states only."""
+    """Takes the place of the decoder's output when the head runs alone. It has hidden states; all else is None."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
     shared_kv_states = None
@@ -219,10 +219,10 @@ class HandedOn:
 
 
 def read_hf_config(config_json: str) -> PreTrainedConfig:
-    """Parse the text of a config.json.
+    """Return transformers' configuration for the text of a config.json.
 
-    Raises UnknownArchitectureError unless transformers' code has the architecture as a causal LM, as a speech model, as
-    a model without a head or as a classifier; ValueError for invalid values or an unsupported version of transformers.
+    Raises UnknownArchitectureError unless transformers has the architecture as a causal LM, a speech model, a model
+    without a head or a classifier. Raises ValueError for invalid values or an unsupported version of transformers.
     """
     supported_version()
     values = json.loads(config_json, object_hook=_number_of)
@@ -243,17 +243,21 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
 
 
 def _number_of(values: dict[str, Any]) -> Any:
-    """Return infinity or NaN for the object that transformers writes for it, and any other object unchanged."""
+    """Return the float for a JSON object {"__float__": "Infinity"}, as transformers writes infinities and NaN.
+
+    Any other object is returned unchanged.
+    """
     written = values.get("__float__") if len(values) == 1 else None
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else values
 
 
 def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:
-    """Build the model on the meta device, with its buffers on the CPU, and return it with its observation.
+    """Build a model on the meta device, with its buffers on the CPU. Returns the model and its Observation.
 
-    An architecture that is no causal LM becomes an encoder if its attention is bidirectional, and otherwise the causal
-    LM with the same decoder. Raises UnsupportedModelError, with the model's name, for a model that the engine cannot
-    run, and the errors of `read_hf_config`.
+    If config.json states a speech model or a causal LM, this model is built. For any other architecture, it is an
+    Encoder if attention is bidirectional, and otherwise the causal LM with the same decoder. Raises
+    UnsupportedModelError, with the model's name, for a model that the engine cannot run, and the errors of
+    `read_hf_config`.
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
@@ -263,7 +267,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         encoder = _build_encoder(whole, stated, dtype)
         if encoder is not None:
             return encoder
-    # get_text_config would rename a decoder's fields, under which the decoder alone does not look for them.
+    # For an encoder-decoder, get_text_config would rename the decoder's fields, but its code reads the original names.
     config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
     name = causal_lm_name(whole)
     if name is None:
@@ -312,7 +316,10 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
 
 def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
-    """Build an encoder; None if its attention is causal. Raises UnsupportedModelError, with the model's name."""
+    """Build an Encoder, and return it with its Observation; None if the model's attention is causal.
+
+    name: of the model's class. Raises UnsupportedModelError, with this name, if the engine cannot run the model.
+    """
     try:
         found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))
     except UnsupportedModelError as error:
@@ -333,15 +340,16 @@ def _experts_by_columns(model: Any) -> None:
 
 
 def _require_mechanisms(config: PreTrainedConfig, model: nn.Module | None) -> None:
-    """Raise UnsupportedModelError, naming the mechanisms that the engine lacks."""
+    """Raise UnsupportedModelError, with their names, if the model needs mechanisms that the engine lacks."""
     if missing := missing_mechanisms(config, model):
         raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
 
 
 def _has_angles_by_length(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether rotary angles depend on a request's length, for a model that may be an encoder.
+    """Return whether a model's rotary angles depend on a request's length.
 
-    Raises UnsupportedModelError if it can only be an encoder, whose rotary modules are not adapted.
+    name: of the model's class, for errors. Raises UnsupportedModelError if they do, but in only some layers or in a
+    model that is no causal LM, since the rotary modules of encoders are not adapted.
     """
     try:
         if length_angles(config) is None:
@@ -364,13 +372,13 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype, attention:
             raise
         model = _on_the_meta_device(config, dtype, "eager")
         model.config._attn_implementation = NAME
-    if model.base_model is model:  # the class states the name that the decoder has in the whole (Mllama)
+    if model.base_model is model:  # the class states the decoder's name in the multimodal model (Mllama)
         model.base_model_prefix = "model"
     return model.eval().requires_grad_(False)
 
 
 def _require_head_alone(model: Any) -> None:
-    """Raise UnsupportedModelError unless the head computes logits from the decoder's hidden states alone."""
+    """Raise UnsupportedModelError unless the model's head can compute logits from hidden states without the decoder."""
     config = model.config.get_text_config(decoder=True)
 
     def refuse(module: nn.Module, arguments: Any) -> None:
@@ -391,7 +399,7 @@ def _require_head_alone(model: Any) -> None:
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
-    """Build the model and return its description. Raises the errors of `build_foreign_model`."""
+    """Build the model of a config.json and return its description. Raises the errors of `build_foreign_model`."""
     model, observation = build_foreign_model(config_json, dtype)
     inner, token_types, before = model, 0, getattr(model, "first_position", 0)
     if isinstance(model, Encoder):
@@ -430,7 +438,7 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
 
 
 def _longest(config: PreTrainedConfig) -> int:
-    """Return the longest text that a configuration states, in tokens; 0 if it states none."""
+    """Return the length of the longest text, in tokens, that a configuration states; 0 if it states none."""
     if config.model_type == "bloom":  # positions are biases, so transformers' code has no bound
         return _one_integer(getattr(config, "seq_length", BLOOM_LENGTH))
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")

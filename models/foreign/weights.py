@@ -1,6 +1,6 @@
 """Finds the placements of a checkpoint's tensors in a transformers model.
 
-The placements are read from a file beside the model's description, or computed.
+The placements are read from a cache file beside the model's description, or computed if there is no such file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads.
+    """Set the attributes `packed` and `outputs_last` on a transformers model's modules, for `compare_shapes`.
 
-    Textbook modules set `packed` themselves. qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up,
-    in experts too; in_proj_qkv and conv1d of a gated delta net those of its q, k and v. Tests that compare
-    log-probabilities verify that a family splits them like this.
+    `packed` states the rows of each section of a packed parameter: q, k and v in qkv_proj; gate and up in gate_up_proj,
+    in experts too; q, k and v in in_proj_qkv and conv1d of a gated delta net. Tests that compare log-probabilities
+    verify that the model families split their parameters like this. `outputs_last` names expert parameters whose last
+    dimension is that of the outputs. Textbook modules set `packed` themselves.
     """
     fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():
@@ -55,7 +56,7 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _is_transposed(experts: nn.Module) -> bool:
-    """Return whether the experts' matrices are [E, H, 2 I] and [E, I, H], instead of [E, 2 I, H] and [E, H, I]."""
+    """Return whether gate_up_proj and down_proj are [E, H, 2 I] and [E, I, H], not [E, 2 I, H] and [E, H, I]."""
     (_, before, after), (_, inputs, outputs) = experts.gate_up_proj.shape, experts.down_proj.shape  # type: ignore[misc]
     return bool((before, after) == (outputs, 2 * inputs))
 
@@ -66,10 +67,11 @@ log = logging.getLogger("compiled_engine")
 def find_weight_plan(
     model: TransformersModel, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], cache_dir: Path | None
 ) -> WeightPlan:
-    """Return the placements of the checkpoint's tensors (name -> shape).
+    """Return the placements of a checkpoint's tensors in a transformers model.
 
-    cache_dir: the placements are read from a file below this folder; a missing or damaged file is written. None: no
-    file. Raises ValueError for an unsupported conversion, or one whose result has a wrong shape.
+    shapes: name -> shape of each tensor of the checkpoint. cache_dir: folder of the cache file with the placements,
+    which is written if it is missing or damaged; None: no file is read or written. Raises ValueError for an unsupported
+    conversion, or one whose result has a wrong shape.
     """
     beside = description_file(model.config, dtype, cache_dir)
     digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]

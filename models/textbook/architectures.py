@@ -1,4 +1,4 @@
-"""Textbook model classes by the architecture name in config.json."""
+"""Lists the textbook model classes by the architecture's name in config.json, and builds their models."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
 
 
 def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
-    """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
+    """Build a textbook model or draft head on the meta device, in config.dtype.
 
-    The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD)
-    -> logits_RV`. A draft head's `forward` also takes `features_TD`. An EAGLE-3 head has `combine(aux_hidden_states_TE)
-    -> features_TD`; E counts the elements of several layers' hidden states, concatenated. Buffers (rotary frequencies)
-    are fp32 on the CPU.
+    `parameters.materialize` allocates the parameters. The model has `forward(input_ids_T, positions_T,
+    attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD) -> logits_RV`. The `forward` of a draft head also
+    takes `features_TD`. An EAGLE-3 head also has `combine(aux_hidden_states_TE) -> features_TD`, where E is the number
+    of elements of several layers' hidden states, concatenated. Buffers (rotary frequencies) are fp32 on the CPU.
     """
     head = config.head
     with torch.device("meta"):

@@ -4,8 +4,8 @@ Method: Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of
 test", 2025.
 
 At each position the layer reads a feature vector and the embedding of the next token. The features are computed from
-the inputs of some of the target model's layers. For positions that the target model has not computed yet, the head's
-own hidden states serve as features.
+the inputs of some of the target model's layers. For positions that the target model has not computed yet, the features
+are the head's own hidden states.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from compiled_engine.models.textbook.layers import RMSNorm, SwiGLU
 from compiled_engine.models.textbook.llama import Attention
 from compiled_engine.models.textbook.rope import RotaryEmbedding
 
-# The engine's name of the architecture; for those in checkpoints see checkpoint/eagle3_folder.py.
+# The engine's name of the architecture. checkpoint/eagle3_folder.py lists the names in checkpoints.
 EAGLE3 = "LlamaForCausalLMEagle3"
 FEATURES = "features_TD"
 
 
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the input that a draft head's forward has besides those of other models: one feature vector per token.
+    """Return the declaration of the additional input of a draft head's forward: one feature vector per token.
 
-    Returns () for a model that is no draft head.
+    Returns () if the model is not a draft head.
     """
     return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
 
 
 class Eagle3Attention(Attention):
-    """Attention over the concatenation of embedding and features: q, k and v read 2 * hidden_size elements."""
+    """Attention that reads embedding and features, concatenated: q, k and v have 2 * hidden_size inputs."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
@@ -70,7 +70,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Draft head with the engine's interface; parameter names are those of checkpoints in speculators' format."""
+    """An EAGLE-3 draft head with the engine's interface. Parameters are named as in speculators' checkpoints."""
 
     def __init__(self, config: ModelConfig, head: HeadConfig) -> None:
         super().__init__()
@@ -93,8 +93,9 @@ class Eagle3Head(nn.Module):
     ) -> torch.Tensor:
         """Return hidden states [T, D] before the final norm: the features for drafting the following token.
 
-        input_ids_T: for each position the next token. features_TD: for each position the result of `combine` for the
-        target model's hidden states, or an earlier result of `forward`.
+        input_ids_T: for each position, the next token. features_TD: for each position, the result of `combine` for the
+        target model's hidden states there or, if the target model has not computed them, an earlier result of
+        `forward`.
         """
         cos_T1d, sin_T1d = self.rotary_emb(positions_T)
         embedded_TD = self.embed_tokens(input_ids_T)
@@ -104,11 +105,14 @@ class Eagle3Head(nn.Module):
         return hidden_TD
 
     def combine(self, aux_hidden_states_TE: torch.Tensor) -> torch.Tensor:
-        """Return features [T, D] from hidden states of several layers of the target model, concatenated by columns."""
+        """Return features [T, D]. aux_hidden_states_TE: several layers' inputs in the target model, concatenated."""
         features_TD: torch.Tensor = self.fc(self.input_norm(aux_hidden_states_TE))
         return features_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, Vd] over the draft vocabulary, for the token after the input token."""
+        """Return logits [R, Vd] over the draft vocabulary, for the token after the input token.
+
+        hidden_RD: rows of the result of `forward`.
+        """
         logits_RV: torch.Tensor = self.lm_head(self.norm(hidden_RD))
         return logits_RV

@@ -1,6 +1,6 @@
-"""Mixture of experts (Shazeer et al., 2017): a router sends each token to a few of many gated MLPs.
+"""Mixture of experts (Shazeer et al., 2017): a router sends each token to a few of many gated MLPs, the experts.
 
-Shape letters: E experts, of which X are chosen for each token.
+Shape letters: E experts, of which X are chosen for each token; I is the intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.config import ExpertsConfig, ModelConfig
 
 
 class Experts(nn.Module):
-    """All experts of a layer; each parameter stacks one matrix of every expert."""
+    """All experts of a layer. Each parameter is a stack of matrices, one for each expert."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Experts(nn.Module):
         self.packed = {"gate_up_proj": (I, I)}
 
     def forward(self, x_TD: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the experts' outputs for each token.
+        """Return the weighted sum of the experts' outputs for each token, [T, D].
 
-        Every expert computes every token, so that the traced code does not depend on the values of weights_TE; experts
-        that were not chosen have weight 0. The compiler removes the unneeded work.
+        weights_TE: 0 for experts that were not chosen. Every expert computes every token, so that the traced code does
+        not depend on the values of weights_TE. The compiler removes the unneeded work.
         """
         x_ETD = x_TD.expand(self.gate_up_proj.shape[0], -1, -1)
         gate_ETI, up_ETI = torch.bmm(x_ETD, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
@@ -36,9 +36,10 @@ class Experts(nn.Module):
         return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
-        """Yield the name of each tensor in a checkpoint, the parameter that contains it, and its position there.
+        """Yield (name, parameter, position) for each tensor in which checkpoints store the experts.
 
-        The position is (start, end) for each dimension. Names are relative to this module.
+        The parameter contains the tensor; the position is the tensor's (start, end) in each dimension of the parameter.
+        Both names are relative to this module.
         """
         _, D, I = self.down_proj.shape  # noqa: E741
         for expert in range(self.down_proj.shape[0]):
@@ -49,7 +50,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Router and experts, in the place of a dense MLP."""
+    """A router and its experts, which take the place of a dense MLP."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()

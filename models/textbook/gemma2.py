@@ -17,7 +17,7 @@ from compiled_engine.models.textbook.rope import RotaryEmbedding
 
 
 class RMSNorm(layers.RMSNorm):
-    """RMSNorm with the factor 1 + weight, applied in fp32 before the result is rounded."""
+    """RMSNorm that multiplies by 1 + weight, in fp32, before the result is rounded to the input's dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_fp32 = x.float()

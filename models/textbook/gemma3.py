@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of q and k; sliding-window layers have a second set of rotary frequencies."""
+"""Gemma 3 (text): Gemma 2 with norms of q and k, and with other rotary frequencies in sliding-window layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class Attention(llama.Attention):
 
 
 class Gemma3Model(gemma2.Gemma2Model):
-    """Model whose layers receive both rotary tables, global and local; each layer uses its own."""
+    """Gemma 3 without the output projection.
+
+    All layers receive two pairs of cos and sin, global and local. Sliding-window layers use the local pair, others the
+    global pair.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, Attention)

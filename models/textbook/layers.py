@@ -1,4 +1,4 @@
-"""Layers shared by the textbook's decoder-only models, and the stack that applies them."""
+"""Modules that the textbook's decoder-only models share, and the stack that applies decoder layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from compiled_engine.config import ModelConfig
 
 
 class LayerStack(nn.ModuleList):
-    """Decoder layers, each applied to the previous layer's result.
+    """A stack of decoder layers, each of which is applied to the previous layer's result.
 
-    The compiler traces only a few of several identical layers (graphs/compiler/traced_layers.py) and selects them with
-    `only`. Layers that differ in an attribute, such as a layer number, are not identical.
+    only: numbers of the layers to apply; None: all. The compiler sets `only` to trace just a few of several identical
+    layers (graphs/compiler/traced_layers.py). Layers that differ in an attribute, such as a layer number, are not
+    identical.
     """
 
     only: Sequence[int] | None = None
@@ -31,7 +32,10 @@ class LayerStack(nn.ModuleList):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Apply the layers, or those in `only`, in order. Raises ValueError unless there is one KV cache per layer."""
+        """Apply the layers, or those in `only`, in order. Returns the last layer's result [T, D].
+
+        kv_caches: one for each layer of the stack; raises ValueError for any other number.
+        """
         if len(kv_caches) != len(self):
             raise ValueError(f"there are {len(kv_caches)} KV caches for {len(self)} layers")
         for layer in range(len(self)) if self.only is None else self.only:
@@ -58,7 +62,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x_THd: torch.Tensor, cos_T1d: torch.Tensor, sin_T1d: torch.Tensor) -> torch.Tensor:
-    """Apply rotary position embedding (Su et al., 2021) in the rotate-half layout: element i pairs with i + d/2."""
+    """Return x with rotary position embedding (Su et al., 2021), in the layout that pairs element i with i + d / 2."""
     first, second = x_THd.chunk(2, dim=-1)
     rotated_THd = torch.cat((-second, first), dim=-1)
     return x_THd * cos_T1d + rotated_THd * sin_T1d

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and MiMo, which differ only in biases and sliding windows; the config states both."""
+"""Llama, Mistral, Qwen2 and MiMo. They differ only in biases and sliding windows, which the config states."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         return self.o_proj(out_THd.flatten(-2))
 
     def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise the heads of q and k: the identity here, overridden by models such as Qwen3."""
+        """Return q and k unchanged. Models such as Qwen3 override this method to normalise each head."""
         return q_THd, k_TKd
 
 
@@ -57,7 +57,7 @@ MakeModule = Callable[[ModelConfig, int], nn.Module]
 
 
 def make_swiglu(config: ModelConfig, layer: int) -> nn.Module:
-    """Build a layer's MLP: a SwiGLU."""
+    """Build the MLP of a layer, a SwiGLU, which is the same for all layers."""
     return SwiGLU(config)
 
 
@@ -83,7 +83,10 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers and final norm; `attention` and `mlp` build the modules of each layer."""
+    """Llama without the output projection: embedding, decoder layers and final norm.
+
+    attention, mlp: build the attention module and the MLP of each layer.
+    """
 
     def __init__(self, config: ModelConfig, attention: MakeModule = Attention, mlp: MakeModule = make_swiglu) -> None:
         super().__init__()
@@ -119,9 +122,9 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Llama with the engine's interface; parameter names are those of the checkpoint.
+    """Llama with the engine's interface. Parameters are named as in checkpoints.
 
-    model: everything except the output projection; None builds a LlamaModel.
+    model: all modules except the output projection; None: a LlamaModel.
     """
 
     def __init__(self, config: ModelConfig, model: nn.Module | None = None) -> None:
@@ -143,8 +146,8 @@ class LlamaForCausalLM(nn.Module):
         """Return hidden states [T, D] after the final norm.
 
         kv_caches: for each layer [N, 2, P, K, d], N blocks of P positions with K KV heads of d elements. This step's
-        keys and values are written into them. angle_lengths_T: see RotaryEmbedding; None unless angles depend on the
-        lengths of requests.
+        keys and values are written into the caches. angle_lengths_T: see RotaryEmbedding; None unless angles depend on
+        the lengths of requests.
         """
         return self.model(input_ids_T, positions_T, attention_inputs, kv_caches, angle_lengths_T)
 
@@ -160,10 +163,10 @@ class LlamaForCausalLM(nn.Module):
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Return hidden states [T, D] as `forward` does, from the first layer's inputs [T, D] instead of token ids."""
+        """Return hidden states [T, D] as `forward` does, but from embeddings [T, D] instead of token ids."""
         hidden_TD: torch.Tensor = self.model.decode(embedded_TD, positions_T, attention_inputs, kv_caches)
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] in the model's dtype, for the rows of hidden states to be sampled."""
+        """Return logits [R, V] in the model's dtype. hidden_RD: the hidden states to compute logits for."""
         return self.lm_head(hidden_RD)

@@ -1,11 +1,11 @@
-"""A layer for multi-token prediction (MTP), with which a checkpoint drafts for its own model.
+"""A layer for multi-token prediction (MTP), which some checkpoints contain to draft for their own model.
 
 Method: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.2.
 
-At each position the layer reads the model's final hidden state and the embedding of the next token. Both are normed and
-projected to one vector, which passes a decoder layer of the model's family and a norm. From the result, the model's
-output projection computes the logits of the token after the next one. For positions that the model has not computed
-yet, the layer's own result takes the place of the model's hidden state.
+At each position the layer reads the model's final hidden state and the embedding of the next token. Both are normalised
+and projected to one vector, which passes through a decoder layer of the model's family and a norm. From the result, the
+model's output projection computes the logits of the token after the next one. For positions that the model has not
+computed yet, the layer's own result takes the place of the model's hidden state.
 
 The layer is implemented as a model of the family with a single decoder layer, so that the code of all families serves
 MTP too.
@@ -22,17 +22,17 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import ModelConfig
 
-# The model's last norm, which the norms before the projection are like.
+# The model's last norm; the norms before the projection are copies of it.
 NORM = "model.norm"
 # Prefix of the parameters of `Projection`.
 PROJECTION = "mtp"
 
 
 class Projection(nn.Module):
-    """Norms embeddings and hidden states, and projects both to the inputs of the decoder layer."""
+    """Normalises embeddings and hidden states, and projects both to the inputs of the decoder layer."""
 
     def __init__(self, norm: nn.Module, config: ModelConfig) -> None:
-        """Make the module. norm: a norm of the model; both norms of this module are copies of it."""
+        """Create the module. norm: a norm of the model, of which both norms of this module are copies."""
         super().__init__()
         assert config.head is not None
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
@@ -40,10 +40,13 @@ class Projection(nn.Module):
         self.hidden_first, self.shares_norm = config.head.hidden_first, config.head.shares_norm
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
-        """Return the projections [T, D]. norm_D: the weight of the norm that computed the hidden states."""
+        """Return the projections [T, D].
+
+        norm_D: the weight of the model's last norm, whose result hidden_TD is; only used if the layer shares the norm.
+        """
         if self.shares_norm:
-            # Divided by the weight, the states are those before the norm but for a factor, which hidden_norm removes.
-            # Where the weight is 0, they are unknown.
+            # Division by the weight gives the states before the norm, up to a factor that hidden_norm removes. Where
+            # the weight is 0, these states are unknown.
             hidden_TD = torch.where(norm_D == 0, 0.0, hidden_TD / norm_D)
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
         projected_TD: torch.Tensor = self.proj(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
@@ -51,9 +54,9 @@ class Projection(nn.Module):
 
 
 class MtpLayer:
-    """Mixin that makes a causal language model with a single layer an MTP layer.
+    """Mixin that turns a causal language model with a single layer into an MTP layer.
 
-    In the bases it precedes the model's class, which has `embed` and `decode`.
+    The model's class must follow this mixin in the list of base classes, and must have `embed` and `decode`.
     """
 
     mtp: Projection
@@ -71,8 +74,8 @@ class MtpLayer:
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm: the features for drafting the following token.
 
-        input_ids_T: for each position the next token. features_TD: the model's final hidden states at the positions, or
-        an earlier result of `forward`.
+        input_ids_T: for each position, the next token. features_TD: for each position, the model's final hidden state
+        or, if the model has not computed it, an earlier result of `forward`.
         """
         projected_TD = self.mtp(self.embed(input_ids_T), features_TD, self.model.norm.weight)
         hidden_TD: torch.Tensor = self.decode(projected_TD, positions_T, attention_inputs, kv_caches)
@@ -80,10 +83,10 @@ class MtpLayer:
 
 
 def make_mtp_layer(model: Any, config: ModelConfig) -> Any:
-    """Turn a causal language model with a single layer into an MTP layer, in place, and return it.
+    """Turn a causal language model with a single layer into an MTP layer, in place. Returns the model.
 
-    model: a model of the textbook or of transformers' code, or a Skeleton of its tensors. Its parameters are on the
-    meta device, and keep their names.
+    model: a textbook model, a model with transformers' code, or a Skeleton. The parameters are on the meta device, and
+    keep their names.
     """
     with torch.device("meta"):
         model.mtp = Projection(model.get_submodule(NORM), config).eval().requires_grad_(False)

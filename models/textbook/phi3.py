@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with q, k and v stored as one tensor, and gate and up as another."""
+"""Phi-3 and Phi-4: Llama with the weights of q, k and v in one tensor, and those of gate and up in another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a pooling model: linear layers after the pooling, in fp32."""
+"""The head of a pooling model: linear layers that are applied to pooled hidden states, in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from compiled_engine.pooling import Dense
 
 
 class Pooler(nn.Module):
-    """Maps pooled hidden states [R, W] to results [R, L], before the final activation, which a request may choose."""
+    """Maps pooled hidden states [R, W] to results [R, L] by linear layers with activations.
+
+    The final activation, which a request may choose, is applied elsewhere.
+    """
 
     def __init__(self, head: tuple[Dense, ...]) -> None:
         super().__init__()

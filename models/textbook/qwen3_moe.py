@@ -11,7 +11,7 @@ from compiled_engine.models.textbook.layers import SwiGLU
 
 
 def make_mlp(config: ModelConfig, layer: int) -> nn.Module:
-    """Build a layer's mixture of experts, or its MLP if the config lists the layer as dense."""
+    """Build the mixture of experts of a layer, or a dense MLP if the config lists the layer as dense."""
     if layer in config.experts.dense_layers:
         return SwiGLU(config)
     return SparseMLP(config, config.experts)

@@ -1,7 +1,7 @@
 """Rotary position embedding with the scalings default, linear, llama3, yarn, longrope and dynamic.
 
-Frequencies are computed as in transformers, so that checkpoints give the same results. Those of longrope and dynamic
-depend on the length of the request too, if it is longer than a border.
+Frequencies are computed as in transformers, so that checkpoints give the same results. With longrope and dynamic, the
+frequencies also depend on the request's length, if it exceeds a border (original_max_position_embeddings).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor for cos and sin.
+    """Return the frequencies in radians per position, fp32 [head_dim / 2] on the CPU, and the factor for cos and sin.
 
-    For longrope and dynamic these are the frequencies of requests up to the border. Raises ValueError for an unknown
-    kind, and for llama3 or yarn without original_max_position_embeddings.
+    For longrope and dynamic, the frequencies are those of requests up to the border. Raises ValueError for an unknown
+    kind of rope, and for llama3 or yarn without original_max_position_embeddings.
     """
     if rope.kind not in ROPE_KINDS:
         raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {rope.kind!r}")
@@ -40,16 +40,20 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 def stretched(positions_per_radian: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-    """Return frequencies whose wavelengths are stretched by the factors, one per pair (LongRoPE; Ding et al., 2024)."""
+    """Return frequencies whose wavelengths are stretched by factors, one for each pair of elements of a head.
+
+    Method: LongRoPE (Ding et al., 2024).
+    """
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * positions_per_radian)
 
 
 def dynamic_frequencies(
     lengths_T: torch.Tensor, exponents_p: torch.Tensor, theta: float, factor: float, border: int
 ) -> torch.Tensor:
-    """Return the frequencies [T, p] of dynamic NTK scaling: theta grows with the length beyond the border.
+    """Return the frequencies [T, p] of dynamic NTK scaling: theta grows with the request's length beyond the border.
 
-    lengths_T: int64, the length that each token's angles assume. exponents_p: fp32, 2 i / d for pair i of d / 2.
+    lengths_T: int64, the request length that each token's frequencies assume, see attention.inputs.ANGLE_LENGTHS.
+    exponents_p: fp32, 2 i / d for pair i of the d / 2 pairs.
     """
     dim = 2 * exponents_p.shape[0]
     stretch_T1 = factor * lengths_T.clamp(min=border)[:, None].float() / border - (factor - 1)
@@ -63,7 +67,10 @@ def _original_length(rope: RopeConfig) -> int:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1 does: stretch long wavelengths by the factor, keep short ones, blend the rest."""
+    """Return frequencies scaled as in Llama 3.1.
+
+    Long wavelengths are stretched by the factor, short ones are kept, and those between are blended.
+    """
     original = _original_length(rope)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -73,14 +80,15 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Scale frequencies as YaRN (Peng et al., 2023).
+    """Return frequencies scaled as in YaRN (Peng et al., 2023).
 
-    Frequencies of fast pairs are kept, those of slow pairs divided by the factor, and those between blended.
+    High frequencies are kept, low frequencies are divided by the factor, and those between are blended.
+    positions_per_radian: the inverse of the unscaled frequencies.
     """
     original = _original_length(rope)
 
     def pair_with_turns(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes this many full turns over the original length."""
+        """Return the index, as a fraction, of the pair that makes `turns` full turns over the original length."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
@@ -95,7 +103,10 @@ def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes cos and sin from positions in fp32, once per forward, and rounds them to the model's dtype."""
+    """Computes cos and sin of the rotary angles from positions in fp32, and rounds them to the model's dtype.
+
+    It runs once per forward, for all layers.
+    """
 
     inv_freq: torch.Tensor
     long_inv_freq: torch.Tensor  # longrope only: the frequencies of requests beyond the border
@@ -115,9 +126,10 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, positions_T: torch.Tensor, angle_lengths_T: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos_T1d, sin_T1d), to be broadcast over heads. Suffix p: the d / 2 pairs.
+        """Return (cos_T1d, sin_T1d), to be broadcast over heads.
 
-        angle_lengths_T: see attention.inputs.ANGLE_LENGTHS; None: no request is longer than the border.
+        angle_lengths_T: see attention.inputs.ANGLE_LENGTHS; None: no request is longer than the border. In names of
+        tensors, p stands for the d / 2 pairs.
         """
         frequencies = self.inv_freq if angle_lengths_T is None else self.frequencies(angle_lengths_T)
         angles_Tp = positions_T[:, None].float() * frequencies
@@ -127,7 +139,10 @@ class RotaryEmbedding(nn.Module):
         return cos_T1d.to(self.dtype), sin_T1d.to(self.dtype)
 
     def frequencies(self, angle_lengths_T: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [T, p] of T tokens whose angles are those of requests of these lengths."""
+        """Return the frequencies [T, p] of T tokens, for longrope and dynamic.
+
+        angle_lengths_T: the request length that each token's frequencies assume, see attention.inputs.ANGLE_LENGTHS.
+        """
         rope, border = self.rope, _original_length(self.rope)
         if rope.kind == "dynamic":
             return dynamic_frequencies(angle_lengths_T, self.exponents, rope.theta, rope.factor, border)

@@ -12,7 +12,7 @@ from compiled_engine.vision import VisionDescription
 
 
 def describe_vision(config_json: str) -> VisionDescription | None:
-    """Return the tower's description; None for a checkpoint without a tower that the engine runs.
+    """Return the description of a checkpoint's vision tower; None if it has no tower that the engine runs.
 
     config_json: text of the checkpoint's config.json. Raises ValueError if the architecture is supported, but
     transformers refuses a field, or patches or tiles are not square.
@@ -36,9 +36,9 @@ def describe_vision(config_json: str) -> VisionDescription | None:
 
 
 def why_not_described(config_json: str) -> str:
-    """Return the reason why `describe_vision` returns None for a multimodal checkpoint.
+    """Return the reason why the engine does not run the vision tower of a multimodal checkpoint.
 
-    config_json: text of the checkpoint's config.json.
+    config_json: text of the checkpoint's config.json, for which `describe_vision` returns None.
     """
     kind = (json.loads(config_json).get("vision_config") or {}).get("model_type")
     if kind in UNTRACEABLE:
@@ -47,9 +47,9 @@ def why_not_described(config_json: str) -> str:
 
 
 def read_vision_config(config_json: str) -> Any:
-    """Return transformers' configuration of a multimodal model, with transformers' defaults.
+    """Return transformers' configuration of a multimodal model, with defaults for missing fields.
 
-    Raises ValueError for fields that transformers refuses.
+    config_json: text of the checkpoint's config.json. Raises ValueError for fields that transformers refuses.
     """
     with IMPORTING:
         from transformers import AutoConfig  # takes seconds, and only multimodal models need it
@@ -115,10 +115,10 @@ def _described(family: Family, architecture: str, config: Any) -> VisionDescript
 
 
 def _is_supported_gemma4(config: Any) -> bool:
-    """Return whether the engine runs a Gemma 4 checkpoint's tower.
+    """Return whether the engine runs the vision tower of a Gemma 4 checkpoint.
 
-    Each of the tower's query heads must have a key head of its own. A text model with embeddings in every layer must
-    name a padding token, whose embeddings the tokens of images have there.
+    The tower must have as many key heads as query heads. If the text model has embeddings in every layer, its config
+    must state a padding token: in these layers, image tokens have the embedding of the padding token.
     """
     text, vision = config.get_text_config(), config.vision_config
     has_token = not text.hidden_size_per_layer_input or text.pad_token_id is not None
@@ -126,13 +126,14 @@ def _is_supported_gemma4(config: Any) -> bool:
 
 
 def _num_frequencies(text: Any) -> int:
-    """Return the number of frequencies by which the text model rotates a head."""
+    """Return the number of rotary frequencies of a head of the text model. text: the text model's configuration."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     return int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
 
 
-# Numbers of embeddings of a tile, from the configuration and the number of patches without a class token.
+# Family -> function that returns the number of embeddings of a tile, from the configuration and the number of patches
+# without a class token.
 _TILE_EMBEDDINGS: dict[str, Callable[[Any, int], int]] = {
     "gemma3": lambda config, patches: config.mm_tokens_per_image,
     "idefics3": lambda config, patches: patches // config.scale_factor**2,
@@ -143,7 +144,7 @@ _TILE_EMBEDDINGS: dict[str, Callable[[Any, int], int]] = {
 
 
 def _side(size: Any) -> int:
-    """Return the side of a square, given by one number or two equal numbers. Raises ValueError for other rectangles."""
+    """Return the side of a square. size: one number, or two equal numbers; raises ValueError if they differ."""
     sides = set(size) if isinstance(size, list | tuple) else {size}
     if len(sides) != 1:
         raise ValueError(f"the vision tower has patches or tiles of {size}; allowed: squares")

@@ -1,4 +1,4 @@
-"""The multimodal architectures whose vision towers the engine runs, as plain data."""
+"""Lists the multimodal architectures whose vision towers the engine runs, as plain data."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PROJECTED = ("vision_tower", "multi_modal_projector")
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about a family of towers that its config.json does not state."""
+    """A family of vision towers: facts that the config.json of a checkpoint does not state."""
 
     name: str
-    # Names of the base model's modules and parameters that the tower consists of. The others belong to the text model.
+    # Modules and parameters of the base model that make up the tower. All others belong to the text model.
     modules: tuple[str, ...]
-    reads_grids: bool = False  # otherwise tiles, see VisionDescription
-    # Types of vision models; empty: the family has one of its own.
+    reads_grids: bool = False  # the tower reads grids, otherwise tiles, see VisionDescription
+    # Allowed values of vision_config.model_type; empty: any.
     vision_types: tuple[str, ...] = ()
     class_token: bool = False  # a tile's patches follow a class token
     # Default number of rotary frequencies for time, height and width; None: one position per token.

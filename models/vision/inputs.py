@@ -1,8 +1,9 @@
-"""Compute a tower's inputs from the processor's output for several images, all but the pixels on the host.
+"""Compute a vision tower's inputs from the processor's output for several images.
 
-All that depends on the sizes of the images is computed here, so that one graph serves all of them. The first dimension
-of a grid's inputs is embeddings: each has merged_patches patches, which follow each other. Letters in names: E
-embeddings, U patches of an embedding, X elements of a patch, W windows, N tiles.
+All inputs that depend on the sizes of the images are computed here, on the host, so that one graph serves images of all
+sizes. For towers that read grids, the first dimension of most inputs counts embeddings; merged_patches consecutive
+patches become one embedding. Letters in names: E embeddings, U patches of an embedding, X elements of a patch, W
+windows, N tiles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POSITIONS = "image_position_ids"  # [1, patches, 2], columns and rows, -1 for pa
 
 
 def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of embeddings that the tower makes of an image. image: the processor's output for it."""
+    """Return the number of embeddings that the tower computes for an image. image: the processor's output for it."""
     if description.resolutions:
         return len(ends_of_rows(description, image))
     if description.tile_size:
@@ -36,9 +37,9 @@ def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Ten
 
 
 def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless the tower takes an image.
+    """Raise ValueError unless the tower can read an image.
 
-    image: the processor's output for it; the pixels may be on the meta device.
+    image: the processor's output for the image; its pixels may be on the meta device.
     """
     name = description.architecture
     sizes = (SIZES,) if description.resolutions else () if description.tile_size else (_name_of_grids(description),)
@@ -80,14 +81,17 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
 
 
 def takes_codes(description: VisionDescription) -> bool:
-    """Return whether an image may have codes of its pixels (pixel_codes.py): one of a grid without padding."""
+    """Return whether the tower's images may have codes in place of pixels, see pixel_codes.py.
+
+    This holds for towers that read grids, unless the processor pads the grids' patches.
+    """
     return not description.tile_size and not description.stated_positions
 
 
 def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return an image's tiles, [N, channels, height, width], without tiles of padding.
+    """Return an image's tiles, [N, channels, height, width], without tiles that are only padding.
 
-    Raises ValueError for a tile that is padded.
+    Raises ValueError if a part of a tile is padding.
     """
     size = description.tile_size
     tiles = image[PIXELS].reshape(-1, description.num_channels, size, size)
@@ -103,7 +107,7 @@ def _name_of_grids(description: VisionDescription) -> str:
 
 
 def _grid_of_patches(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return the numbers of frames, rows and columns of an image's patches."""
+    """Return [frames, rows, columns], the numbers of patches of an image in time, height and width."""
     stated = image[_name_of_grids(description)]
     if not description.stated_positions:
         return stated.flatten().tolist()
@@ -112,7 +116,10 @@ def _grid_of_patches(description: VisionDescription, image: Mapping[str, torch.T
 
 
 def _stated_positions(grid: Sequence[int], length: int) -> torch.Tensor:
-    """Return the positions of a grid's patches, row by row, followed by padding: [1, length, 2]."""
+    """Return the positions (column, row) of a grid's patches, row by row, padded with -1: [1, length, 2].
+
+    grid: frames, rows and columns.
+    """
     _, rows, columns = grid
     found = torch.full((max(length, rows * columns), 2), -1)
     places = torch.arange(rows * columns)
@@ -121,7 +128,7 @@ def _stated_positions(grid: Sequence[int], length: int) -> torch.Tensor:
 
 
 def _by_embedding(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the pixels of a grid's patches, [E, U, X], without padding."""
+    """Return the pixels of an image's patches, grouped by embedding and without padding, [E, U, X]."""
     if not description.stated_positions:
         if CODES in image:
             pixels_PX = look_up(image[CODES], image[TABLE], description.temporal_patch_size)
@@ -137,9 +144,9 @@ def _by_embedding(description: VisionDescription, image: Mapping[str, torch.Tens
 def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
     """Return the order in which LLaVA-NeXT reads an image's embeddings, int [E].
 
-    A number n > 0 is embedding n - 1 of the tiles; 0 is the learned embedding that ends a row (`image_newline`). First
-    comes the tile of the whole image, without row ends. Then come the rows of the image that the other tiles form side
-    by side, without padding, with a 0 after each.
+    A number n > 0 stands for embedding n - 1 of the tiles, and 0 for the learned embedding that ends a row
+    (`image_newline`). The order begins with the tile of the whole image, without row ends. The other tiles, side by
+    side, form the image in a higher resolution; its rows follow, without padding, each with a 0 at its end.
     """
     rows, columns = _grid_of_tiles(description, image)
     side, size = math.isqrt(description.tile_embeddings), description.tile_embeddings
@@ -157,9 +164,10 @@ def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tenso
 
 
 def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Return the rows and columns of tiles of the best resolution for an image.
+    """Return (rows, columns), the numbers of tiles of the resolution that is best for an image (LLaVA-NeXT).
 
-    The best resolution keeps the most of the image's pixels; among equals, it has the least space without pixels.
+    The best resolution keeps the most of the image's pixels. If several do, it is the one with the smallest area that
+    the image does not cover.
     """
     height, width = image[SIZES].flatten().tolist()
 
@@ -173,9 +181,10 @@ def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Ten
 
 
 def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
-    """Return the processor's output for a black image with at most `num_embeddings` embeddings.
+    """Return the processor's output for a black image that has about `num_embeddings` embeddings, and not more.
 
-    The image has more if a single tile, or the smallest resolution, has more. A grid is about as wide as it is high.
+    The image has more only if a single tile, or the smallest resolution, has more. A grid is about as wide as it is
+    high.
     """
     if description.resolutions:
         fitting = [each for each in _sizes(description) if each.num_embeddings <= num_embeddings]
@@ -197,7 +206,11 @@ def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str
 
 
 def largest_images(description: VisionDescription, num_embeddings: int) -> list[dict[str, torch.Tensor]]:
-    """Return black images with at most this many embeddings together and as many patches as possible, at least one."""
+    """Return the processor's outputs for equal black images with as many tiles as possible.
+
+    Together the images have at most `num_embeddings` embeddings. For towers without `resolutions`, and if even the
+    smallest image has more embeddings, a single image is returned, see `blank_image`.
+    """
     fitting = [each for each in _sizes(description) if each.num_embeddings <= num_embeddings]
     if not fitting:
         return [blank_image(description, num_embeddings)]
@@ -206,7 +219,7 @@ def largest_images(description: VisionDescription, num_embeddings: int) -> list[
 
 
 class _Size(NamedTuple):
-    """A size in pixels of images that are divided into tiles, with the numbers of their tiles and embeddings."""
+    """A size of images in pixels, for towers with `resolutions`, with the image's numbers of tiles and embeddings."""
 
     num_tiles: int
     num_embeddings: int
@@ -215,9 +228,10 @@ class _Size(NamedTuple):
 
 
 def _sizes(description: VisionDescription) -> list[_Size]:
-    """Return sizes of images that fill each resolution, and the thinnest of its height and of its width.
+    """Return three sizes of images for each resolution; [] for towers without resolutions.
 
-    Returns none for towers without resolutions.
+    One image fills the resolution; one has its height and is as narrow as MOST_ASPECT allows; one has its width and is
+    as low as MOST_ASPECT allows.
     """
     found = []
     for height, width in description.resolutions:
@@ -234,9 +248,10 @@ def _blank_of_size(description: VisionDescription, size: _Size) -> dict[str, tor
 
 
 def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Return declarations of the tower's inputs. The size "tokens" counts embeddings of grids, or tiles.
+    """Return declarations of the tower's inputs.
 
-    dtype: the tower's, which the pixels have too.
+    In their dimensions, the size "tokens" is the number of embeddings for towers that read grids, and the number of
+    tiles otherwise. dtype: of the tower and of the pixels.
     """
     if description.tile_size:
         size = description.tile_size
@@ -271,12 +286,13 @@ def tower_arguments(description: VisionDescription) -> tuple[str, ...]:
 def tower_inputs(
     description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tower's inputs for these images, by the names of `tower_tensors`. dtype: the tower's.
+    """Return the tower's inputs for these images, by the names in `tower_tensors`.
 
-    images: the processor's output for each image. Grids have pixel_values [patches, elements], or their codes, and
-    image_grid_thw [1, 3] or [3], or pixel_values [1, patches, elements] and image_position_ids [1, patches, 2]. Tiles
-    have pixel_values of one or several tiles. Pixels may be on any device, the same for all, and remain there; all
-    else is on the CPU.
+    images: the processor's output for each image, in one of these forms. Grids: image_grid_thw [1, 3] or [3], and
+    pixel_values [patches, elements] or their codes. Grids with stated positions: pixel_values [1, patches, elements]
+    and image_position_ids [1, patches, 2]. Tiles: pixel_values of one or several tiles. dtype: of the tower.
+
+    The pixels of all images may be on any one device, and remain there; all other tensors are on the CPU.
     """
     found = (_of_tiles if description.tile_size else _of_grids)(description, images)
     tensors = tower_tensors(description, dtype)
@@ -297,12 +313,15 @@ def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torc
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the images' tensors, one after the other; that of a single image is not copied."""
+    """Return the concatenation of the images' tensors. The tensor of a single image is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
-    """Return `rows`, from `ends_of_rows`, for an image whose tiles follow `start` embeddings of other images."""
+    """Return the result `rows` of `ends_of_rows`, with embeddings counted from `start` on; zeros stay.
+
+    start: the number of embeddings of the tiles of preceding images.
+    """
     return np.where(rows > 0, rows + start, 0)
 
 
@@ -323,7 +342,10 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
 
 @lru_cache(maxsize=32)  # images often have the same few sizes
 def _of_grid(description: VisionDescription, grid: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return the inputs that follow from an image's grid alone, and not from images before it. They are read only."""
+    """Return the inputs that depend only on an image's grid, and not on other images: positions and table entries.
+
+    grid: frames, rows and columns. The returned tensors are cached, so they must not be changed.
+    """
     grids_13 = torch.tensor([grid])
     merge, merged = description.merge_size, description.merged_patches
     positions_P2 = _vision_utils().get_vision_position_ids(grids_13, merge)

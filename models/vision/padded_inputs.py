@@ -1,7 +1,7 @@
-"""Pad a tower's inputs to fixed sizes, so that launches captured in a CUDA graph serve images of many sizes.
+"""Pad a vision tower's inputs to fixed sizes, so that launches captured in a CUDA graph serve images of many sizes.
 
-Patches of padding follow those of the images. They belong to a row of attention that has no keys and whose output is
-zeros, so the embeddings of images do not depend on them. Rows that are not needed are empty.
+Padding patches follow those of the images. They belong to a row of attention that has no keys and whose output is
+zeros, so the embeddings of images do not depend on padding patches. Rows of attention that are not needed are empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATCHES = (
     *range(2048, 4096, 256),
     *range(4096, 8193, 512),
 )
-# Most images of a call that is captured, if the tower reads grids. Each takes a row of attention.
+# Most images in a call that is captured, for towers that read grids. Each image takes a row of attention.
 MOST_IMAGES = 16
 # Inputs that attention without a cache does not read.
 _UNREAD = tuple(f"attention_inputs.{name}" for name in ("slot_mapping_T", "block_table_RB", "work_W", "host_3"))
@@ -29,30 +29,30 @@ _STARTS = ("attention_inputs.query_start_loc_R1", "window_starts_W1")
 
 
 def patches_of_token(description: VisionDescription) -> int:
-    """Return the number of patches of one unit of the size "tokens": of an embedding of a grid, or of a tile."""
+    """Return the number of patches for each unit of the size "tokens", which is an embedding of a grid or a tile."""
     return description.tile_patches if description.tile_size else description.merged_patches
 
 
 def graph_sizes(description: VisionDescription, most_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which the tower is captured, ascending.
 
-    most_tokens: of a call. A token is an embedding of a grid, or a tile. A tile may have more patches than PATCHES has;
-    then one tile is captured.
+    A token is an embedding of a grid, or a tile. most_tokens: the most tokens in a call. If a tile has more patches
+    than all sizes of PATCHES, the tower is captured for one tile.
     """
     each = patches_of_token(description)
     sizes = {min(max(1, patches // each), most_tokens) for patches in PATCHES}
-    if description.resolutions:  # an image has a tile of the whole besides
+    if description.resolutions:  # in addition to the resolution's tiles, an image has a tile of the whole image
         fewest = 1 + min(height * width for height, width in description.resolutions) // description.tile_size**2
         sizes = {size for size in sizes if size >= fewest}
     return tuple(sorted(sizes))
 
 
 def padded_sizes(description: VisionDescription, num_tokens: int) -> dict[str, int]:
-    """Return the named sizes (attention.inputs.SIZES) of the tower's padded inputs.
+    """Return the named sizes (attention.inputs.SIZES) of the tower's inputs that are padded to `num_tokens` tokens.
 
-    There is a row of attention for each image of a grid and one for padding, or one for each tile. Windows are as many
-    as those of thin images (windows of s x s embeddings: an image of 1 x s), and embeddings as many as those of tiles
-    whose rows all end in a further embedding.
+    For grids, there is a row of attention for each image and one for padding; for tiles, one for each tile. The number
+    of windows suffices even for images that are one embedding wide, whose windows of s x s embeddings hold only s. The
+    number of embeddings suffices if a further embedding ends each row of each tile.
     """
     num_rows = num_tokens if description.tile_size else min(num_tokens, MOST_IMAGES) + 1
     sizes = {"tokens": num_tokens, "requests": num_rows, "request_borders": num_rows + 1}
@@ -73,9 +73,10 @@ def fits(
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
 ) -> bool:
-    """Return whether inputs can be padded to these sizes. inputs: the result of `tower_inputs`, by name.
+    """Return whether inputs can be padded to these sizes.
 
-    Where there are fewer tokens than `sizes` has, padding needs a row of its own, and so it does among windows.
+    tensors: declarations of the inputs. inputs: the result of `tower_inputs`. If there are fewer tokens than `sizes`
+    states, padding needs a row of attention and a window of its own.
     """
     found = {
         dim: inputs[tensor.name].shape[number]
@@ -90,10 +91,11 @@ def fits(
 def padded_inputs(
     description: VisionDescription, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return the inputs that a call changes, by name, all but pixels padded as far as their padding matters.
+    """Return the inputs to write to a graph's buffers for a call, by name, padded where padding affects the result.
 
-    inputs: the result of `tower_inputs`; they must fit, see `fits`. Positions, pixels and tables of padding may have
-    any values that some image has, so these tensors have the length of the images.
+    inputs: the result of `tower_inputs`, which must fit `sizes`, see `fits`. Pixels, positions and table entries are
+    not padded, since those of padding patches may have any valid values. Inputs that attention without a KV cache does
+    not read are left out.
     """
     end = sizes["tokens"] * patches_of_token(description)
     found = {name: tensor for name, tensor in inputs.items() if name not in _UNREAD}
@@ -112,7 +114,10 @@ def padded_inputs(
 
 
 def blank_inputs(description: VisionDescription, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the inputs of one image that takes all tokens, padded, on the CPU and by name; without pixels."""
+    """Return padded inputs, by name and on the CPU, for one image that takes all tokens of `sizes`.
+
+    Pixels, positions and table entries are left out.
+    """
     end = sizes["tokens"] * patches_of_token(description)
     starts, lens = torch.tensor([0, end], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
     blank = {"attention_inputs.query_start_loc_R1": starts, "attention_inputs.seq_lens_R": lens}

@@ -1,7 +1,7 @@
-"""Pixels as bytes, with a table of the values that the processor gives them.
+"""Represents pixels as bytes (codes), with a table of the values that the processor computes from them.
 
-Many processors only scale and shift resized pixels, so a channel has at most 256 values. Bytes are a quarter of the
-values in bf16 with two frames, and looking the values up in the table gives the processor's own bits.
+Many processors only scale and shift resized pixels, so a channel has at most 256 different values. Codes take a quarter
+of the memory of bf16 values of two equal frames, and the table gives exactly the values of the processor.
 
 Letters in names: P patches, C channels, Q pixels of a channel in a patch, V values of a byte.
 """
@@ -18,9 +18,9 @@ NUM_VALUES = 256
 
 
 def look_up(codes_PCQ: torch.Tensor, table_CV: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Return the values of the codes, [P, C * num_frames * Q], on their device and in the dtype of the table.
+    """Return the pixel values for codes, [P, C * num_frames * Q], in the dtype of the table.
 
-    num_frames: frames of a patch, which are all equal.
+    Codes and table must be on the same device. num_frames: number of frames of a patch, which are all equal.
     """
     num_patches, num_channels, size = codes_PCQ.shape
     values = table_CV.new_empty(num_patches, num_channels, num_frames, size)

@@ -1,8 +1,9 @@
 """Compute the positions of a prompt's tokens in three dimensions: time, height and width.
 
-The method is that of Qwen2-VL (Wang et al., arXiv:2409.12191, section 2.1). A text's token has the same position in all
-three. An image's tokens count from the image's start: frames in time, rows in height, columns in width. The text after
-an image begins at this start plus the larger of the numbers of rows and columns.
+The method is that of Qwen2-VL (Wang et al., arXiv:2409.12191, section 2.1). A text token has the same position in all
+three dimensions. The position of an image token is the image's start plus the token's frame in time, its row in height
+and its column in width. The text after an image begins at the image's start plus the number of rows or columns,
+whichever is larger.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from compiled_engine.vision import VisionDescription
 def image_positions(
     description: VisionDescription, prompt_token_ids: Sequence[int], images: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, int]:
-    """Return positions, int32 [3, L], and by how much the positions of tokens after the prompt exceed their indices.
+    """Return positions of the prompt's L tokens, int32 [3, L], and an offset for later tokens.
 
-    images: each image's processor output, whose image_grid_thw is int [1, 3] or [3], in the order of the prompt. Raises
+    The position of a token after the prompt is its index plus the offset, in all three dimensions. images: the
+    processor's output for each image, in the order of the prompt, with image_grid_thw [1, 3] or [3], int. Raises
     ValueError if the prompt's placeholders do not match the images.
     """
     is_image_L = np.asarray(prompt_token_ids) == description.image_token_id

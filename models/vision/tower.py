@@ -1,7 +1,7 @@
 """Vision towers of transformers, with the engine's calling convention and attention.
 
-Images are packed: all their patches follow each other, and only attention keeps them apart. All tensors that depend on
-the sizes of images are arguments (see inputs.py), so that one graph serves all of them.
+The patches of several images are packed into one sequence; only attention keeps the images apart. All tensors that
+depend on the sizes of images are arguments (see inputs.py), so that one graph serves images of all sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from compiled_engine.models.vision.description import describe_vision, read_visi
 from compiled_engine.models.vision.families import FAMILIES
 from compiled_engine.vision import VisionDescription
 
-# The towers of the Qwen family pack images for attention only if its name contains this word.
+# The towers of the Qwen family pack images for attention only if the attention's name contains the word flash.
 NAME = "compiled_engine_vision_flash"
 
 
 class Borders:
-    """The borders within which patches attend to each other: those of images, and those of windows.
+    """Holds the borders within which patches attend to each other: those of images, and those of windows.
 
-    The tower's forward sets them; its attention modules read them.
+    The tower's forward sets the borders, and its attention modules read them.
     """
 
     image: AttentionInputs | None = None
@@ -45,10 +45,10 @@ def attend_within(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within each image, or within each window: q, k, v are [1, heads, patches, d].
+    """Compute attention within each image or within each window. Returns ([1, patches, heads, d], None).
 
-    `module` has `borders` and `in_windows`. Returns ([1, patches, heads, d], None). The arguments in `others` do not
-    affect the result.
+    query, key, value: [1, heads, patches, d]. module: the attention module; its `in_windows` selects windows, and its
+    `borders` has the borders. others: arguments that do not affect the result.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     own: Any = module
@@ -61,18 +61,21 @@ AttentionInterface.register(NAME, attend_within)
 
 
 class LinearPatches:
-    """Mixin for a patch embedding that is written as a convolution: computes a linear, since patches do not overlap."""
+    """Mixin for a patch embedding that transformers computes by a convolution: computes a linear instead.
+
+    The results are the same, since patches do not overlap.
+    """
 
     proj: nn.Module
 
     def forward(self, patches_PX: torch.Tensor) -> torch.Tensor:
-        """Return the patches' hidden states, [P, D]."""
+        """Return the patches' hidden states [P, D], from their pixels [P, X]."""
         weight: Any = self.proj.weight
         return nn.functional.linear(patches_PX.to(weight.dtype), weight.flatten(1), self.proj.bias)  # type: ignore[arg-type]
 
 
 class LinearTiles:
-    """Mixin for a convolution whose patches do not overlap: cuts tiles into patches, and applies a linear to these."""
+    """Mixin for a convolution whose patches do not overlap: cuts tiles into patches, and applies a linear."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -84,16 +87,16 @@ class LinearTiles:
         rows, columns = height // size, width // size
         pixels_NCHW = pixels_NCHW.to(self.weight.dtype)
         by_patch = pixels_NCHW.view(num, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
-        # Of two dimensions, since dynamo of torch 2.11 cannot tell whether more of them are empty.
+        # Reshaped to two dimensions, since dynamo of torch 2.11 cannot decide whether a tensor with more is empty.
         by_patch = by_patch.reshape(num * rows * columns, channels * size * size)
         hidden_PD = nn.functional.linear(by_patch, self.weight.flatten(1), self.bias)
         return hidden_PD.view(num, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 class WholeTiles:
-    """Mixin for embeddings of Idefics 3 and SmolVLM: adds the same position embeddings to each tile.
+    """Mixin for the embeddings of Idefics 3 and SmolVLM: adds the same position embeddings to each tile.
 
-    transformers computes positions for each tile, since its tiles may be padded. Here no tile has padding.
+    transformers computes positions for each tile, since its tiles may be padded. The engine's tiles have no padding.
     """
 
     patch_embedding: nn.Module
@@ -107,9 +110,10 @@ class WholeTiles:
 
 
 def positions_of_patches(side: int) -> torch.Tensor:
-    """Return the positions that transformers gives the patches of a tile without padding, [side * side].
+    """Return the positions that transformers assigns to the patches of a tile without padding, [side * side].
 
-    side: patches on a side. Neighbours may have the same position, since transformers rounds their coordinates.
+    side: number of patches on a side. Adjacent patches may have the same position, since transformers rounds
+    coordinates. (Idefics 3 and SmolVLM.)
     """
     with torch.device("cpu"):
         coordinates = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
@@ -118,25 +122,25 @@ def positions_of_patches(side: int) -> torch.Tensor:
 
 
 class VisionTower(nn.Module):
-    """A tower: the modules of transformers' multimodal base model that turn images into embeddings.
+    """A vision tower: the modules of transformers' multimodal base model that turn images into embeddings.
 
-    Parameters have the names that they have in the whole model. For layers_path, layer_signatures and layers_in_tuple
-    see models/foreign/observation.py.
+    Parameters have the same names as in the multimodal model. For layers_path, layer_signatures and layers_in_tuple see
+    `Observation` in models/foreign/observation.py.
     """
 
     layers_in_tuple = False
 
     def __init__(self, model: Any, description: VisionDescription, layers: nn.ModuleList, read: Sequence[int]) -> None:
-        """Make a tower of the modules of `model`.
+        """Create a tower from the modules of `model`, the multimodal base model.
 
-        layers: the tower's layers, each of which reads the previous one's result. read: numbers of the layers whose
-        results the tower reads as well; those after the last of them are not used.
+        layers: the tower's layers, each of which reads the previous layer's result. read: numbers of the layers whose
+        results the rest of the tower reads; layers after the last one of these are not used.
         """
         super().__init__()
         self.model, self.description = model, description
         self.borders = Borders()
         self.layers_path = next(path for path, module in self.named_modules() if module is layers)
-        # The last layer differs as well if earlier results are read, since its ops are followed by theirs.
+        # If the results of several layers are read, these layers, the last one included, differ from the others.
         apart = read if len(read) > 1 else ()
         self.layer_signatures = [number + 1 if number in apart else 0 for number in range(max(read, default=0) + 1)]
         for module in model.modules():
@@ -144,7 +148,11 @@ class VisionTower(nn.Module):
                 module.borders, module.in_windows = self.borders, False
 
     def attend_in(self, images: AttentionInputs, starts_W1: Any = None, lens_W: Any = None) -> None:
-        """Set the borders within which patches attend: those of images and, if they are given, those of windows."""
+        """Set the borders within which patches attend: those of images and, if given, those of windows.
+
+        images: the attention inputs that describe each image as a request. starts_W1, lens_W: starts and lengths of
+        windows, in patches.
+        """
         self.borders.image = images
         if starts_W1 is not None:
             self.borders.window = replace(images, query_start_loc_R1=starts_W1, seq_lens_R=lens_W)
@@ -168,10 +176,10 @@ class GridTower(VisionTower):
         attention_inputs: AttentionInputs,
         *planned: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a row for each of E embeddings: the embedding, and parts for later layers (VisionDescription.levels).
+        """Return a row for each of E embeddings: the embedding, then further ones (VisionDescription.levels).
 
-        planned: rows and weights for the interpolated table of positions, then the order, starts and lengths of
-        windows, as far as the tower has them.
+        planned: rows and weights for the interpolated table of positions, if the tower has a table; then order, starts
+        and lengths of windows, if the tower has windows.
         """
         given: dict[str, Any] = {"cu_seqlens": attention_inputs.query_start_loc_R1, "max_seqlen": 0}
         rest = list(planned)
@@ -192,7 +200,7 @@ class GridTower(VisionTower):
 
 
 class PooledTower(VisionTower):
-    """The tower of Gemma 4, which takes images as grids of patches: an embedding is a mean over patches."""
+    """The tower of Gemma 4, which takes images as grids of patches. An embedding is the mean over some patches."""
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         layers = model.vision_tower.encoder.layers
@@ -237,7 +245,7 @@ class TileTower(VisionTower):
     def forward(
         self, pixels_NCHW: torch.Tensor, attention_inputs: AttentionInputs, order_E: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return embeddings [E, D]. order_E: see `inputs.ends_of_rows`; None for all tiles' embeddings in order."""
+        """Return embeddings [E, D]. order_E: see `inputs.ends_of_rows`; None: the embeddings of all tiles in order."""
         self.attend_in(attention_inputs)
         features_ED = FEATURES[self.description.family](self.model, pixels_NCHW).flatten(0, 1)
         if order_E is None:
@@ -246,7 +254,7 @@ class TileTower(VisionTower):
 
 
 def llava_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
-    """Return LLaVA's embeddings, [1, E, D]: some layers' hidden states, projected."""
+    """Return LLaVA's embeddings [1, E, D] for all tiles: hidden states of some layers, concatenated and projected."""
     chosen = model.config.vision_feature_layer
     states = hidden_states(model.vision_tower, pixels_NCHW, [chosen] if isinstance(chosen, int) else list(chosen))
     joined = torch.cat(states, dim=-1)
@@ -256,14 +264,14 @@ def llava_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def gemma3_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
-    """Return Gemma 3's embeddings, [N, embeddings of a tile, D]: hidden states, pooled and projected."""
+    """Return Gemma 3's embeddings, [N, embeddings of a tile, D]: the last hidden states, pooled and projected."""
     tower = model.vision_tower
     (states,) = hidden_states(tower, pixels_NCHW, [-1])
     return model.multi_modal_projector(by_tile(tower.post_layernorm(states), len(pixels_NCHW)))
 
 
 def internvl_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
-    """Return InternVL's embeddings, [1, E, D]: hidden states of neighbours, joined and projected."""
+    """Return InternVL's embeddings [1, E, D] for all tiles: hidden states of adjacent patches, joined and projected."""
     tower, config = model.vision_tower, model.config
     (states,) = hidden_states(tower, pixels_NCHW, [config.vision_feature_layer])
     if config.vision_feature_layer == -1:
@@ -277,7 +285,10 @@ def internvl_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def idefics3_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
-    """Return the embeddings of Idefics 3 and SmolVLM, [N, embeddings of a tile, D]: hidden states, joined."""
+    """Return the embeddings of Idefics 3 and SmolVLM, [N, embeddings of a tile, D].
+
+    They are computed by the model's connector from the last hidden states.
+    """
     tower = model.vision_model
     (states,) = hidden_states(tower, pixels_NCHW, [-1])
     return model.connector(by_tile(tower.post_layernorm(states), len(pixels_NCHW)))
@@ -298,9 +309,10 @@ FEATURES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
-    """Return the hidden states with the indices `layers` in transformers' list of them, [1, N * patches, D] each.
+    """Return some hidden states of a vision transformer, [1, N * patches, D] each.
 
-    tower: a vision transformer. Index 0 is the input of the first layer, index -1 the output of the last one.
+    layers: indices in transformers' list of hidden states: 0 is the input of the first layer, 1 its output, and -1 the
+    output of the last layer. Only the needed layers run.
     """
     states_NPD = tower.embeddings(pixels_NCHW)
     if hasattr(tower, "pre_layrnorm"):
@@ -315,7 +327,10 @@ def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) 
 
 
 def indices_of(layers: Sequence[int], stack: nn.ModuleList) -> list[int]:
-    """Return indices in transformers' list of hidden states with negative ones, counted from its end, made positive."""
+    """Return indices in transformers' list of hidden states, with negative ones converted to counts from the start.
+
+    stack: the layers; the list has one hidden state more than there are layers.
+    """
     return [layer % (len(stack) + 1) for layer in layers]
 
 
@@ -325,9 +340,10 @@ def stack_of(tower: Any) -> nn.ModuleList:
 
 
 def build_tower(config_json: str, dtype: torch.dtype) -> VisionTower:
-    """Build the tower of a multimodal checkpoint on the meta device, with its buffers on the CPU.
+    """Build the vision tower of a multimodal checkpoint on the meta device, with its buffers on the CPU.
 
-    config_json: text of the checkpoint's config.json. Raises ValueError unless `describe_vision` describes the tower.
+    config_json: text of the checkpoint's config.json. Raises ValueError if the engine does not run the tower, see
+    `describe_vision`, or if the version of transformers is not supported.
     """
     supported_version()
     description = describe_vision(config_json)
@@ -344,16 +360,16 @@ def build_tower(config_json: str, dtype: torch.dtype) -> VisionTower:
 
 
 def multimodal_model(config_json: str, dtype: torch.dtype) -> Any:
-    """Build transformers' multimodal model on the meta device without its text model.
+    """Build transformers' multimodal model on the meta device, without its text model.
 
-    The tower has the engine's attention.
+    Its vision tower calls the engine's attention. config_json: text of the checkpoint's config.json.
     """
     config = read_vision_config(config_json)
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    # Stated here, since transformers would look for a kernel of that name.
+    # Set only now, since `from_config` would look for a kernel of this name.
     config.vision_config._attn_implementation = NAME
     family = FAMILIES[type(model).__name__]
     for name, _ in list(model.model.named_children()):

@@ -1,4 +1,4 @@
-"""Derive the configuration with which a vision tower runs from the engine's."""
+"""Derive the configuration with which a vision tower runs from the configuration of the engine."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.vision import VisionDescription
 
-# Passes over angles that are computed from one position of each token.
+# Passes for rotary angles that are computed from a single position of each token.
 _OF_POSITIONS = (RopeAngles.name,)
 
 
 def tower_config(
     config: EngineConfig, description: VisionDescription, config_json: str, most_embeddings: int
 ) -> EngineConfig:
-    """Return the tower's configuration. Each rank computes the whole tower.
+    """Return the configuration with which a vision tower runs. Each rank computes the whole tower.
 
-    A compiled tower has CUDA graphs, with its attention, if the engine has any; token_sizes are embeddings of grids, or
-    tiles. An eager tower has none, as transformers' code may wait for the device.
+    If the engine captures CUDA graphs and the attention backend allows it, a compiled tower has FULL graphs; their
+    token_sizes count embeddings of grids, or tiles. An eager tower has no graphs, as transformers' code may wait for
+    the device.
 
-    config: the engine's. config_json: text of the checkpoint's config.json. most_embeddings: of all images in a call;
-    at least one tile is always allowed. Raises ValueError if no attention backend runs the tower.
+    config: the engine's configuration. config_json: text of the checkpoint's config.json. most_embeddings: the most
+    embeddings of all images in a call; one tile is always allowed. Raises ValueError if no attention backend runs the
+    tower.
     """
     most_tokens = description.most_tiles(most_embeddings) if description.tile_size else most_embeddings
     model = tower_model(config.model, description, config_json)
@@ -63,7 +65,10 @@ def tower_config(
 
 
 def tower_model(model: ModelConfig, description: VisionDescription, config_json: str) -> ModelConfig:
-    """Return the text model's configuration with the sizes of the tower. model: the text model of the checkpoint."""
+    """Return the ModelConfig of a vision tower, derived from that of the checkpoint's text model, `model`.
+
+    config_json: text of the checkpoint's config.json.
+    """
     return replace(
         model,
         architecture=f"{description.architecture}'s tower",

@@ -1,7 +1,7 @@
-"""Finds the placements of a multimodal checkpoint's tensors in its vision tower.
+"""Finds the placements of a multimodal checkpoint's tensors in the vision tower.
 
-The names are converted as transformers does when it loads the whole model, so all prefixes that its versions have
-written are known.
+Names are converted as in transformers when it loads the whole model, so the prefixes that different versions of
+transformers write are all known.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Shape = tuple[int, ...]
 
 
 def plan_of_tower(config_json: str, dtype: torch.dtype, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Return the placements of the tower's tensors among a checkpoint's (name -> shape).
+    """Return the placements of a multimodal checkpoint's tensors in the vision tower.
 
-    Tensors of the text model are left out. Raises ValueError for an unsupported conversion, or one whose result has a
+    config_json: text of config.json. dtype: of the tower. shapes: name -> shape of each tensor of the checkpoint;
+    tensors of the text model are ignored. Raises ValueError for an unsupported conversion, or one whose result has a
     wrong shape.
     """
     with IMPORTING:
@@ -32,7 +33,10 @@ def plan_of_tower(config_json: str, dtype: torch.dtype, shapes: Mapping[str, Sha
 
 
 def tower_names(config_json: str, dtype: torch.dtype, names: Iterable[str]) -> list[str]:
-    """Return those names of a checkpoint's tensors that belong to the tower."""
+    """Return the names of those tensors of a multimodal checkpoint that belong to the vision tower.
+
+    config_json: text of config.json. names: of all tensors of the checkpoint.
+    """
     with IMPORTING:
         from compiled_engine.models.vision.tower import multimodal_model  # imports transformers
 

@@ -40,7 +40,7 @@ class Experts(GraphPass):
     kernel_token_counts = TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each router: a scatter of weights whose index is the result of a top-k."""
+        """Return the number of routers: scatters of weights whose index is the result of a top-k."""
         scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
         indices = [arg(scatter, 2) for scatter in scatters]
         return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
@@ -50,7 +50,7 @@ class Experts(GraphPass):
 
 
 class _Routing(NamedTuple):
-    """The choice of experts: by a routing that the op implements, or made before the op by another routing."""
+    """The routing, which chooses each token's experts: by the op or, with `chosen`, by other nodes before the op."""
 
     logits: fx.Node  # of the router; with `chosen`, the weights of the chosen experts
     top_k: int
@@ -59,9 +59,10 @@ class _Routing(NamedTuple):
 
 
 def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the experts around a scatter of the chosen experts' weights into a matrix of all experts.
+    """Replace the experts around `scatter` by one call of the op.
 
-    Returns the reason if the experts do not match, and None for any other scatter.
+    The scatter must write the weights of the chosen experts into a matrix of zeros with a column for each expert.
+    Returns the replacement, the reason if the experts do not match, or None for any other scatter.
     """
     zeros, dim, chosen, weights = scatter.args
     is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
@@ -107,7 +108,10 @@ def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
 
 
 def _known_routing(weights: Any, chosen: Any) -> _Routing | None:
-    """Match softmax followed by top-k, or top-k followed by softmax over the chosen logits; otherwise return None."""
+    """Return the routing that computes the chosen experts and their weights, or None if the op does not implement it.
+
+    The op implements softmax followed by top-k, and top-k followed by softmax over the chosen logits.
+    """
     topk: Any = arg(chosen, 0) if is_call(chosen, operator.getitem) and chosen.args[1] == 1 else None
     if not is_call(topk, aten.topk.default) or len(topk.args) != 2 or topk.kwargs or only_user(chosen) is None:
         return None
@@ -137,7 +141,7 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
 
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
-    """Return the weighted sum of the experts that `scatter` weights, and what it is computed from.
+    """Find the sum of all experts' outputs that takes its weights from `scatter`, and what the sum is computed from.
 
     Returns (sum, x, linear of gate and up, gate, second linear), or why the experts do not match.
     """

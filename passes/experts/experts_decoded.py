@@ -1,6 +1,6 @@
 """Decodes the MXFP4 weight of all experts before a product of many tokens.
 
-A product that decodes does so for each tile of tokens, and its tensor cores wait meanwhile.
+A product that decodes the weight itself decodes it anew for each tile of tokens, while its tensor cores wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def decode_kernel(
     BYTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode codes: program (rows, bytes) takes ROWS rows of BYTES bytes.
+    """Decode codes: program (rows, bytes) decodes BYTES bytes of each of ROWS rows.
 
     codes_ptr: uint8 [num_rows, K / 2], in the order of rounding.in_halves for UNIT columns. scales_ptr: uint8
     [num_rows, K / TILE_COLUMNS], exponents. out_ptr: [num_rows, K].
@@ -64,7 +64,7 @@ def decoded_weight(
 ) -> torch.Tensor:
     """Return the weight of all experts in `dtype`, [E, N, K]. Codes and scales must be contiguous.
 
-    tile_columns: that share a scale, a power of two from 8 on. unit: of the codes' order, see rounding.in_halves.
+    tile_columns: columns that share a scale, a power of two from 8 on. unit: columns of a unit, see rounding.in_halves.
     """
     num_experts, num_rows, num_bytes = codes_ENB.shape
     in_program = max(BYTES, tile_columns // 2)

@@ -20,7 +20,7 @@ from compiled_engine.passes.linear.silu_mul import activate, activation_of, gate
 
 @dataclass(frozen=True)
 class Gate:
-    """The gate activation(gate) * up, or with a limit the clamped gate, see the module."""
+    """The gate activation(gate) * up or, with a limit, the clamped gate in this module's docstring."""
 
     activation: str = "silu"
     alpha: float = 0.0
@@ -79,7 +79,10 @@ def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
 
 
 def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:
-    """Match gate * sigmoid(alpha * gate) and up + 1, both of clamped values; otherwise return None."""
+    """Return (first linear's result, clamped gate) if these are its two factors; otherwise None.
+
+    activated: gate * sigmoid(alpha * gate). raised: up + 1. Both must be of clamped values.
+    """
     if not (is_call(raised, aten.add.Tensor) and raised.args[1:] in ((1,), (1.0,)) and not raised.kwargs):
         return None
     up: Any = raised.args[0]

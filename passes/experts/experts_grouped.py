@@ -1,7 +1,7 @@
 """Triton kernels for tokens sorted by expert: linears of tiles of one expert's tokens, and the sum of results.
 
-A pair is a token and one of its experts, with the number token * TOP_K + slot. S is the number of pairs; sorted pairs
-are in the order of experts.
+A pair is a token and one of its TOP_K experts. Pair number token * TOP_K + slot has the token's expert number `slot`.
+S is the number of pairs; sorted pairs are in the order of experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _product(
 ) -> tl.tensor:
     """Return the matrix product of T rows of x and N rows of a weight, x w^T, fp32 [T, N].
 
-    Arguments ending in _T or _N point to each row's first element. scales_ptr_N: of 8-bit weights, or None.
+    Arguments ending in _T or _N point to each row's first element. scales_ptr_N: scales of 8-bit weights, one for each
+    TILE_COLUMNS columns, or one per row if that is 0; None for other weights.
     """
     TOKENS: tl.constexpr = x_ptr_T.shape[0]
     ROWS: tl.constexpr = w_ptr_N.shape[0]

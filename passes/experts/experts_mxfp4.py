@@ -1,4 +1,4 @@
-"""Kernels for the experts of few tokens in MXFP4: routing, then products of matrices and vectors without tensor cores.
+"""Kernels for the experts of few tokens in MXFP4: routing, then matrix-vector products without tensor cores.
 
 Each token computes its own experts, so tokens with a common expert decode it several times. A thread reads 16 bytes of
 codes at once, words of eight codes each, and multiplies in fp32. Inputs are in the order of the words, see `place_of`,
@@ -7,7 +7,8 @@ so that neighbouring threads read neighbouring inputs.
 Shifts and masks decode two codes of a word to two halves in bfloat16, see pair_of. Each half becomes a number in fp32.
 Inputs are multiplied by INPUTS, which keeps products normal.
 
-A pair is a token and one of its experts, with the number token * TOP_K + slot. W is the number of words of a row.
+A pair is a token and one of its TOP_K experts. Pair number token * TOP_K + slot has the token's expert number `slot`.
+W is the number of words of a row.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from compiled_engine.passes.norm.rms_norm import normed
 
 # Factor of stored inputs.
 INPUTS = tl.constexpr(2.0**32)
-# Added to a scale's exponent plus 127, to undo the factor of decoded values: 126 - 2 * 32, as INPUTS applies twice.
+# Added to a stored scale, which is its exponent plus 127, to undo factors: 126 for decoded codes, less 32 for each of
+# the two factors INPUTS, of the inputs and of the result.
 EXPONENT = tl.constexpr(62)
 
 
 @triton.jit
 def place_of(column: tl.tensor, K: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Return where the inputs of a column are among a token's K inputs: by code of a word, then by word, [8, W].
+    """Return the place of a column's input among a token's K inputs, which are stored as [8, W].
 
-    Codes of a word are counted by its bytes, first those in the low bits. UNIT: columns of a unit, see
+    The first index is the number of a code within its word, the second is the word. The codes of a word are numbered by
+    its bytes: first those in the bytes' low bits, then those in the high bits. UNIT: columns of a unit, see
     rounding.in_halves.
     """
     HALF: tl.constexpr = UNIT // 2
@@ -75,7 +78,7 @@ def prepare_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Choose the experts of a token, norm its inputs, and write them in the order of a product: program (token).
+    """Choose a token's experts, normalise its inputs, and write these in the next product's order: program (token).
 
     x_ptr: [T, K], logits_ptr: [T, NUM_EXPERTS] or with given_ptr the weights of the given experts [T, TOP_K]; rows
         x_stride and logits_stride apart.
@@ -126,7 +129,9 @@ def _factors(
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scales of words k to k + BLOCK_W, fp32 [R, BLOCK_W]. They undo the factors of values and of inputs.
+    """Return the scales of words k to k + BLOCK_W, fp32 [R, BLOCK_W].
+
+    They include the power of two that undoes the factors of decoded codes, of inputs and of the product.
 
     ptr_R1: each row's first scale, a byte for each TILE_COLUMNS columns; mask_R1: whether the row exists.
     """
@@ -143,9 +148,9 @@ def _factors(
 def _inputs(
     ptr_X1: tl.tensor, code: tl.constexpr, k: tl.tensor, W: tl.constexpr, R: tl.constexpr, BLOCK_W: tl.constexpr
 ) -> tl.tensor:
-    """Return the inputs of a code of words k to k + BLOCK_W, fp32 [R, BLOCK_W], or [1, BLOCK_W] if X is 1.
+    """Return the inputs for code number `code` of words k to k + BLOCK_W, fp32 [R, BLOCK_W], or [1, BLOCK_W] if X is 1.
 
-    ptr_X1: the inputs of rows x, X + x and so on, [8, W].
+    ptr_X1: pointers to X sets of inputs, [8, W] each. Row r of the R rows takes set r % X.
     """
     X: tl.constexpr = ptr_X1.shape[0]
     word_1W = k + tl.arange(0, BLOCK_W)[None, :]
@@ -158,9 +163,10 @@ def _inputs(
 
 @triton.jit
 def _plus_codes(total: tl.tensor, words: tl.tensor, n: tl.constexpr, first: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """Add the values of code n of the words, of low halves times `first` and of high halves times `last`, to `total`.
+    """Return `total` plus the products of two codes of each word: code n of the word's low and of its high 16 bits.
 
-    The words are uint32, all others fp32 in shapes that broadcast to theirs.
+    The code of the low bits is multiplied by `first`, that of the high bits by `last`. The words are uint32. The other
+    arguments are fp32, in shapes that broadcast to that of the words.
     """
     pair = pair_of(words, n)
     total += (pair << 16).to(tl.float32, bitcast=True) * first
@@ -177,7 +183,7 @@ def _product(
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products of R rows of codes and their inputs, fp32 [R].
+    """Return the scalar product of each of R rows of codes with its inputs, fp32 [R].
 
     words_ptr_R1, scales_ptr_R1: each row's first word and scale; mask_R1: whether the row exists. inputs_ptr_X1: see
     _inputs.
@@ -227,8 +233,8 @@ def gate_up_words_kernel(
 
     inputs_ptr: float32 [T, 8, W], from prepare_kernel. gate_up_ptr: codes uint8 [E, 2 * WIDTH, K / 2], aligned to four
         bytes; scales_ptr: uint8 [E, 2 * WIDTH, K / TILE_COLUMNS]; bias_ptr: [E, 2 * WIDTH] or None.
-    hidden_ptr: float32 [pairs, 8, WIDTH / 8], the results times INPUTS, in the order of words of UNIT columns.
-    chosen_ptr: int32 [pairs], the experts. out_ptr: whose dtype results are rounded to.
+    hidden_ptr: float32 [pairs, 8, WIDTH / 8], the results times INPUTS, in the order of place_of with UNIT.
+    chosen_ptr: int32 [pairs], the experts. out_ptr: not accessed; results are rounded to its dtype.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see one_token_gate_up_kernel.
     """
     if DEPENDENT_LAUNCH:
@@ -340,7 +346,7 @@ def down_words_kernel(
 
 @dataclass(frozen=True)
 class WordTiles:
-    """Tile sizes of a kernel: outputs of a program, and words of a row multiplied at a time; and its warps."""
+    """The outputs of a program, the words of a row that it multiplies at a time, and its warps."""
 
     rows: int
     block_w: int
@@ -348,10 +354,10 @@ class WordTiles:
 
 
 def word_tiles(num_columns: int, num_experts: int = 1) -> WordTiles:
-    """Return tiles for a weight with this many columns. num_experts: that a program reads, a power of two.
+    """Return tiles for a weight with this many columns. num_experts: experts that a program reads, a power of two.
 
-    A warp reads 128 words of a row at once, 16 bytes a thread. The rows of a warp share the inputs that it loads: four
-    of gate and four of up, or in the second linear, where each of the token's experts has a warp, four.
+    A warp reads 128 words of a row at once, 16 bytes a thread. The rows of a warp share the inputs that it loads. These
+    are four rows of gate and four of up. In the second linear each of the token's experts has a warp, with four rows.
     """
     return WordTiles(rows=4, block_w=min(128, next_power_of_2(num_columns // 8)), num_warps=min(num_experts, 8))
 
@@ -362,8 +368,8 @@ class Codes(NamedTuple):
     codes_ENB: torch.Tensor  # uint8, two codes to a byte in the order of rounding.in_halves
     scales_ENC: torch.Tensor  # uint8
     bias_EN: torch.Tensor | None
-    tile_columns: int  # that share a scale
-    unit: int  # columns, see rounding.in_halves
+    tile_columns: int  # columns that share a scale
+    unit: int  # columns of a unit, see rounding.in_halves
 
     @property
     def num_columns(self) -> int:
@@ -382,8 +388,9 @@ def prepare(
 ) -> None:
     """Launch prepare_kernel.
 
-    out: the tensors that it writes. unit: of the first weight's codes. padded: 0 for the order of words. For the other
-    arguments see `launch`.
+    out: the tensors that the kernel writes: inputs, chosen experts, their weights, ranks and counts. unit: columns of a
+    unit of the first weight's codes. padded: the kernel's PADDED; 0 for the order of words. For the other arguments see
+    `launch`.
     """
     hidden_size = x_TD.shape[1]
     norm_weight_D, eps, norm_offset, norm_wide = norm
@@ -421,8 +428,9 @@ def launch(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, D]; see experts_op.reference.
 
-    route: the kernels' constexprs NUM_EXPERTS, BLOCK_E, TOP_K and RENORMALISE; gate: those of one_token_gate_up_kernel.
-    norm: weight [D] or None, eps, offset and wide. given_TX: the chosen experts, whose weights logits_TE then holds.
+    route: the constexprs NUM_EXPERTS, BLOCK_E, TOP_K and RENORMALISE of kernels. gate: the constexprs ACTIVATION,
+    ALPHA, LIMIT and INTERLEAVED. norm: weight [D] or None, eps, offset and wide. given_TX: the chosen experts, whose
+    weights logits_TE then holds, or None.
     """
     (num_tokens, hidden_size), width, top_k = x_TD.shape, down.num_columns, route["TOP_K"]
     device, options = x_TD.device, dependent_launch(x_TD.device)

@@ -74,7 +74,7 @@ def one_token_gate_up_kernel(
         the experts.
     hidden_ptr: [TOP_K, WIDTH], the results.
     scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
-    NORM: norm x first, with OFFSET added to the norm's weight.
+    NORM: apply an RMS norm to x first, with OFFSET added to the norm's weight.
     ACTIVATION, ALPHA, LIMIT: see Gate. INTERLEAVED: rows of gate and up alternate; otherwise all of gate come first.
     """
     if DEPENDENT_LAUNCH:
@@ -151,7 +151,7 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute the second linear of a single token's experts: a program has ROWS outputs, summed over the experts.
+    """Compute the second linear of a single token's experts: a program computes ROWS outputs, summed over the experts.
 
     hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
     chosen_ptr, weights_ptr: [TOP_K], the experts and their weights in the sum.

@@ -1,8 +1,8 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-A single token has its own kernels, except with integers of four bits; in MXFP4 a few tokens have them. More tokens are
-sorted by expert on the device, and each program takes a tile of one expert's tokens, so every expert in use is read
-once (Gale et al. 2022, MegaBlocks).
+There are kernels for a single token, unless weights have four bits, and for up to MOST_VECTOR_TOKENS tokens with MXFP4
+weights. In all other cases, tokens are sorted by expert on the device, and each program takes a tile of one expert's
+tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
 Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 
@@ -74,11 +74,11 @@ def reference(
 
     logits_TE: of the router, before the softmax. renormalise: the chosen experts' probabilities add up to 1.
     gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`.
-    norm_weight_D: norm x first, see rms_norm.
+    norm_weight_D, eps, norm_offset, norm_wide: of an RMS norm that is applied to x first, see rms_norm.
     chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
     Scales, schemes and zero points: of quantised weights, see experts_codes.
 
-    Steps whose argument is None are left out. The chosen experts are read on the host.
+    Steps whose argument is None are left out. The numbers of the chosen experts are read on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
@@ -109,9 +109,9 @@ def _linear(
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return one expert's linear of x. With quantised weights it is computed in fp32, and rounded once.
+    """Return one expert's linear of x, [P, N]. With a quantised weight it is computed in fp32, and rounded once.
 
-    weight: values or codes of all experts, then their scales and zero points.
+    weight: (values or codes, scales or None, zero points or None) of all experts.
     """
     weight_NK, scales_RC, zeros_RC = (None if part is None else part[expert] for part in weight)
     assert weight_NK is not None
@@ -167,7 +167,7 @@ class _Weight:
         return self.codes["UNIT"] == self.codes["TILE_COLUMNS"] == UNIT_COLUMNS
 
     def decoded(self, dtype: torch.dtype) -> _Weight:
-        """Decode a weight in MXFP4. The result takes the memory of the weight in `dtype`."""
+        """Return this MXFP4 weight decoded to `dtype`, in newly allocated memory."""
         assert self.scales_ERC is not None
         values = decoded_weight(self.values, self.scales_ERC, self.codes["TILE_COLUMNS"], self.codes["UNIT"], dtype)
         return _Weight.of(values, None, None, self.bias_EN, "")
@@ -430,9 +430,9 @@ def _padded(num_columns: int, in_words: bool) -> int:
 
 
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
-    """Return how many columns grouped_kernel multiplies at a time.
+    """Return how many columns of a weight grouped_kernel multiplies at a time.
 
-    They share a scale, unless the scales are exponents (MXFP4).
+    These columns share a scale, unless the scales are exponents (MXFP4).
     """
     if weight.is_mxfp4:
         return tiles.block_k
@@ -441,9 +441,9 @@ def _step(tiles: GroupedTiles, weight: _Weight) -> int:
 
 @cache
 def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor:
-    """Return the buffer for the numbers of pairs per expert, int32, zero between launches.
+    """Return the buffer for the numbers of (token, expert) pairs per expert, int32 [E], zero between launches.
 
-    There is one tensor per stream, whose launches do not overlap.
+    Each stream has its own buffer, since launches on one stream do not overlap.
     """
     return torch.zeros(num_experts, dtype=torch.int32, device=device)
 

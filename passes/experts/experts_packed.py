@@ -23,7 +23,8 @@ def _shifted(to: str, left: int) -> str:
 def _e2m1(out: str, operands: str, sign: int, magnitude: int) -> str:
     """Return PTX instructions that decode a register's two e2m1 codes and multiply them by their factors.
 
-    sign, magnitude: how far the bits of sign and magnitude are shifted to the left.
+    out, operands: names of the registers for the results and of the factors. sign, magnitude: how far the bits of sign
+    and magnitude are shifted to the left.
     """
     return (
         f"{_shifted('s', sign)}{_shifted('m', magnitude)}and.b32 m, m, 0x01C001C0; "
@@ -75,7 +76,7 @@ def halves_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the values of the low and of the high bits of packed codes, [N, B] each, in `dtype`.
 
-    operand_NB: the factor of e2m1, or the zero point of integers, from one of the functions below.
+    operand_NB: for each byte the operand from factor_of (e2m1) or from zero_of (integers).
     """
     if dtype == tl.bfloat16:
         asm: tl.constexpr = OF_E2M1 if PACKED == "e2m1" else OF_INTEGERS
@@ -122,9 +123,9 @@ def zero_of(zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def pair_of(words: tl.tensor, n: tl.constexpr) -> tl.tensor:
-    """Return two codes of e2m1 in each word as numbers in bfloat16, times 2^-126: code n of both halves of 16 bits.
+    """Return code n of both 16-bit halves of each word as two bfloat16 numbers, times 2^-126.
 
-    words: uint32. The first half is in the low bits.
+    words: uint32, each half with four e2m1 codes. The number of a word's low half is in the low bits of the result.
     """
     signs = words << (12 - 4 * n)
     values = words << (6 - 4 * n) if n < 2 else words >> (4 * n - 6)
@@ -167,8 +168,9 @@ def packed_product(
 ) -> tl.tensor:
     """Return the matrix product of T rows of x and N rows of codes, fp32 [T, N].
 
-    x_ptr_T: each row's first value. codes_ptr_N, scales_ptr_N: each row's first byte and scale; zeros_ptr_N: its first
-        zero point, or None for ZERO alone.
+    x_ptr_T: each row's first value. codes_ptr_N, scales_ptr_N: each row's first byte and scale; zeros_ptr_N: each row's
+        first zero point, or None if all zero points are ZERO.
+    PACKED: "e2m1" (MXFP4) or "integers". UNIT: columns of a unit, see the module.
     BLOCK_K: columns of a step, whole units; with integers TILE_COLUMNS is a multiple of it, or 0 for whole rows.
     """
     TOKENS: tl.constexpr = x_ptr_T.shape[0]

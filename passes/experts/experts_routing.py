@@ -1,6 +1,7 @@
 """Triton kernels that choose the experts of each token and sort the tokens by expert.
 
-A pair is a token and one of its experts, with the number token * TOP_K + slot. S is the number of pairs.
+A pair is a token and one of its TOP_K experts. Pair number token * TOP_K + slot has the token's expert number `slot`.
+S is the number of pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def chosen_experts(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (experts with a token's TOP_K largest logits, their probabilities), [BLOCK_X] each; the first wins a tie.
 
-    logits_ptr: the token's, [NUM_EXPERTS]. BLOCK_E, BLOCK_X: NUM_EXPERTS and TOP_K rounded up to powers of two.
+    logits_ptr: the token's logits, [NUM_EXPERTS]. BLOCK_E, BLOCK_X: NUM_EXPERTS and TOP_K rounded up to powers of two.
     RENORMALISE: the probabilities of the chosen experts add up to 1; otherwise those of all experts do.
     """
     e_E = tl.arange(0, BLOCK_E)
@@ -111,8 +112,7 @@ def place_kernel(
 
     chosen_ptr, rank_ptr, counts_ptr: see route_kernel. sorted_ptr: int32 [S], the pairs in the order of experts.
     blocks_ptr: int32 [num_blocks, 4]: expert (-1: an empty block), index of the block's first pair in sorted_ptr,
-    number
-        of pairs; the last element is not written.
+        number of pairs; the last element is not written.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

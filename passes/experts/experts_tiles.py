@@ -77,9 +77,11 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
 
 
 def decodes_first(num_tokens: int, share: float) -> bool:
-    """Return whether MXFP4 weights are decoded to 16 bits before the product: for 256 tokens per expert and more.
+    """Return whether MXFP4 weights are decoded to 16 bits before the product.
 
-    share: fraction of the experts that a token chooses. Beyond the largest of TOKEN_COUNTS, kernels do not change.
+    They are in steps of more than MOST_DECODED_IN_TILES tokens, if experts have LEAST_TO_DECODE tokens on average. The
+    average is taken at MOST_DECODED_IN_TILES tokens, since kernels do not change beyond the largest of TOKEN_COUNTS.
+    share: fraction of the experts that a token chooses.
     """
     return num_tokens > MOST_DECODED_IN_TILES and share * MOST_DECODED_IN_TILES >= LEAST_TO_DECODE
 
@@ -87,7 +89,7 @@ def decodes_first(num_tokens: int, share: float) -> bool:
 def decoded_tiles(device: torch.device) -> GroupedTiles:
     """Choose tiles for weights in 16 bits that were decoded before a product of many tokens.
 
-    The larger ones fit the shared memory of Hopper, where they were measured.
+    The larger of the two choices is for Hopper, whose shared memory it fits and where it was measured.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
         return GroupedTiles(tokens=128, rows=256, block_k=64, num_warps=8, num_stages=3)
@@ -97,8 +99,9 @@ def decoded_tiles(device: torch.device) -> GroupedTiles:
 def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles:
     """Choose tiles for MXFP4 codes that are decoded in whole words.
 
-    share: fraction of the experts that a token chooses. Their mean number of tokens decides, as in packed_tiles. Larger
-    blocks than of 64 tokens are slower, since a thread has the sums of all tokens of a block beside what it decodes.
+    share: fraction of the experts that a token chooses. The mean number of tokens per expert decides, as in
+    packed_tiles. Blocks of more than 64 tokens are slower, since each thread keeps the sums of all tokens of a block,
+    besides the values that it decodes.
     """
     per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
     if dtype == torch.float32:
@@ -114,7 +117,7 @@ def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTil
 
 @dataclass(frozen=True)
 class OneTokenTiles:
-    """Tile sizes of a one-token kernel: outputs of a program, and columns multiplied at a time; and its warps."""
+    """The outputs of a program of a one-token kernel, the columns that it multiplies at a time, and its warps."""
 
     rows: int
     block_k: int
@@ -124,7 +127,7 @@ class OneTokenTiles:
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
     """Return tiles for a single token and a weight of k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
 
-    gate_up: for the experts' first linear, otherwise for the second.
+    gate_up: whether the tiles are for the experts' first linear; otherwise they are for the second.
     """
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2

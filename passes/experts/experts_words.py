@@ -2,9 +2,9 @@
 
 A row's block of 128 columns is 16 words of eight codes. Rows of the weight are the tensor cores' left operand, which is
 taken from registers. Four threads share the columns of a row: of each 16 columns of the operand, each thread has two
-pairs. A product may take columns in any order, so the operand has them in that of `operand_place`. In it a thread's 32
-columns of a block are those of the 16 bytes that it reads, so threads exchange no values. Inputs are stored in the same
-order.
+pairs. A product may take columns in any order, so the operand's columns are in the order of `operand_place`. In this
+order, a thread's 32 columns of a block are those of the 16 bytes that it reads, so threads exchange no values. Inputs
+are stored in the same order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BLOCK_COLUMNS, UNIT_COLUMNS = 128, 32
 
 @triton.jit
 def operand_place(column: tl.tensor) -> tl.tensor:
-    """Return where a column is among the operand's columns.
+    """Return the place of a column of the weight among the operand's columns.
 
-    Of a place in a block, from the highest bits on: two bits are the code of a word's half, two the word of a unit, two
-    the unit, and the last bit the half of the word.
+    The bits of a place within a block are, from the highest on: two for the code in a half of a word, two for the word
+    in a unit, two for the unit, and one for the half of the word.
     """
     unit = column % 128 // 32
     word = column % 16 // 4
@@ -34,7 +34,7 @@ def operand_place(column: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _times(pair: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Multiply two numbers in bfloat16, the halves of 32 bits, by the factors in the halves of `factor`."""
+    """Return the products of the bfloat16 numbers in the two halves of `pair` and of `factor`, uint32 each."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 c; mov.b32 c, 0x80008000; fma.rn.bf16x2 $0, $1, $2, c; }",
         "=r,r,r",
@@ -47,9 +47,9 @@ def _times(pair: tl.tensor, factor: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _values(words: tl.tensor, exponents: tl.tensor, n: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the values of code n of both halves of words, divided by POWER: [..., 2].
+    """Return the values of code n of the low and of the high 16 bits of each word, divided by POWER: [..., 2].
 
-    exponents: of each word the scale as it is stored, uint32.
+    exponents: each word's scale as it is stored, uint32.
     """
     pair = pair_of(words, n)
     if dtype == tl.bfloat16:
@@ -83,14 +83,14 @@ def _operand(words_2RW: tl.tensor, exponent_2RU: tl.tensor, dtype: tl.constexpr)
 
 @triton.jit
 def _by_halves(row_N: tl.tensor) -> tl.tensor:
-    """Return N rows as [2, N / 2, 1], see _operand."""
+    """Return N row numbers as [2, N / 2, 1]: first those of rows 0 to 7 of each 16, then those of rows 8 to 15."""
     ROWS: tl.constexpr = row_N.shape[0]
     return tl.reshape(tl.permute(tl.reshape(row_N, [ROWS // 16, 2, 8]), (1, 0, 2)), [2, ROWS // 2, 1])
 
 
 @triton.jit
 def _exponents(scales_ptr_2R1: tl.tensor, k: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    """Return the scales of the block of columns from k on, as they are stored, [2, N / 2, 4]; 0 beyond the last."""
+    """Return the scales of the 128 columns from k on, as they are stored, [2, N / 2, 4]; 0 beyond the last column."""
     unit_11U = k // 32 + tl.arange(0, 4)[None, None, :]
     return tl.load(scales_ptr_2R1 + unit_11U, mask=unit_11U < K // 32, other=0)
 
@@ -105,7 +105,10 @@ def _plus_block(
     K: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Add the product of the block of columns from k on. IS_WHOLE: every block is within K columns."""
+    """Return acc_NT plus the product of the 128 columns from k on. IS_WHOLE: every block is within K columns.
+
+    For the other arguments see words_product and _operand.
+    """
     word_11W = k // 8 + tl.arange(0, 16)[None, None, :]
     column_1K = k + tl.arange(0, 128)[None, :]
     if IS_WHOLE:

@@ -1,7 +1,7 @@
 """Describes the inputs of a traced graph: whether each is a parameter, an argument of the forward, or a size.
 
 A placeholder's `meta["source"]` is a `Source` or a `Parameter`; a node's `meta["val"]` is its fake value. Tracing sets
-them, and passes and stitching read them.
+both; passes and stitching read them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
 
 
 def shards_in(graph: fx.Graph) -> dict[str, Shard]:
-    """Return the shards that `describe_shards` has recorded, by parameter name. Parameters without one are left out."""
+    """Return the shards that `describe_shards` has recorded, by parameter name, without parameters that have none."""
     parameters = [parameter_of(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node)]
     return {leaf.name: leaf.shard for p in parameters for leaf in p.leaves() if leaf.shard is not None}
 

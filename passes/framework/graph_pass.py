@@ -101,7 +101,7 @@ class GraphPass(Protocol):
 
         These tensors start as zeros and never move, so the pass may write to them now and between steps.
         """
-        return  # without a body it would have to be there in every pass
+        return  # a method of a protocol without a body would be required of every pass
 
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device

@@ -32,7 +32,7 @@ def rewrite_calls(
     """Pass each node that calls `target` to `rewrite`, then erase unused nodes. Return the pass's result.
 
     If the pattern around the node matches, `rewrite` inserts the fused op and returns the replacements. If the node
-    looks like the pattern but does not match, it returns the reason. If the node is unrelated, it returns None.
+    looks like the pattern but does not match, `rewrite` returns the reason. For an unrelated node, it returns None.
     """
     matches, near_misses = 0, []
     replacements: list[Replacement] = []
@@ -74,7 +74,7 @@ def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
-    """Return the mode of the first fake tensor in a value or nested sequence."""
+    """Return the fake mode of the first fake tensor in a value or nested sequence, which must contain one."""
     return next(leaf.fake_mode for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor))
 
 
@@ -132,8 +132,9 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """Insert a call as `emit` does, and return it. arguments: by schema name; missing ones take the schema's defaults.
+    """Insert a call of `op` as `emit` does, and return it.
 
+    arguments: the call's arguments by schema name; a missing argument takes the schema's default.
     Names that are not in the op's schema are ignored, so the arguments of another op's call can be passed.
     """
     return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))

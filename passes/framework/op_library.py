@@ -121,7 +121,7 @@ def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:
 
 
 def declaration_of(op: object) -> OpDeclaration:
-    """Return the declaration of an op; one with only defaults if it has none, or if `op` is no torch op."""
+    """Return the declaration of an op. For an undeclared op, or for no torch op, it has only defaults."""
     return _DECLARED.get(op, _NOTHING) if isinstance(op, OpOverload) else _NOTHING
 
 

@@ -52,8 +52,8 @@ class Parameter:
 
     - Without members: a tensor of the model, under the model's name for it, or one that a pass adds.
     - With members: the members concatenated along dimension 0. The members are views of this tensor.
-    - With `make`: the result of these steps on the concatenated members. The members then have memory of their own only
-      if another parameter of the graph needs them.
+    - With `make`: the result of applying the steps in `make` to the concatenated members. The members then have memory
+      of their own only if another parameter of the graph needs them.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Parameter:
     dtype: str
     # WEIGHT: read from the checkpoint. BUFFER: has the model's values. KEPT: starts as zeros and is filled by its pass.
     # Roles in QUANTISED: parts of a checkpoint's quantised weight, named `weight name.role`.
-    # KV_SCALES: of a layer's keys and values, [2, K].
+    # KV_SCALES: the scales of a layer's keys and values, [2, K].
     role: str = WEIGHT
     members: tuple[Parameter, ...] = ()
     make: Steps = ()
@@ -106,7 +106,10 @@ class Parameter:
         return LinearScheme.parse(self.scheme).weight.format.per_byte if self.role == CODES and self.scheme else 1
 
     def leaves(self) -> Iterator[Parameter]:
-        """Yield the descriptions of the model's tensors that the parameter is made from; without members, itself."""
+        """Yield the descriptions of the model's tensors that this parameter is made from: all members without members.
+
+        A parameter without members yields itself.
+        """
         if not self.members:
             yield self
         for member in self.members:
@@ -169,8 +172,8 @@ def compute(
 ) -> torch.Tensor:
     """Compute the value of a parameter: concatenate its members' values and apply its steps.
 
-    leaf: returns the value of a parameter without members. scales: a cache, read and filled, so that a weight's scales
-    are computed once for its codes and its scales.
+    leaf: returns the value of a parameter without members. scales: a cache, read and filled here. The codes and the
+    scales of a weight that is quantised at loading are two parameters; with the cache, its scales are computed once.
     """
     if not parameter.members:
         return leaf(parameter)

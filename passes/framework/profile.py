@@ -1,7 +1,7 @@
 """Measured device profiles, shipped as JSON files: the time that passes save, and the fastest tile sizes of kernels.
 
 `compiled-engine tune` writes them. On a device without a profile every applicable pass runs, with default tile sizes.
-The environment variable COMPILED_ENGINE_DEVICE_PROFILES names another folder of profiles than the shipped one.
+The environment variable COMPILED_ENGINE_DEVICE_PROFILES names a folder of profiles to use instead of the shipped one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _REORDERED_ROWS = 4096
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scale with which each tile of the values is quantised, fp32 [R, C]."""
+    """Return the scale with which to quantise each tile of the values, fp32 [R, C]. `rounding` has the tiles' size."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if rounding.format.zero is not None:
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
@@ -146,7 +146,7 @@ def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Unpack what `pack` returns to codes [..., K], one per byte."""
+    """Return codes that are packed as by `pack` as codes [..., K], one per byte."""
     if rounding.format.per_byte == 1:
         return codes
     return _unpacked(codes)
@@ -185,7 +185,7 @@ def unit_of(rounding: Rounding, num_columns: int) -> int:
 
 
 def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
-    """Return packed codes of four bits [E, N, K / 2] reordered as the kernels of experts read them; the shape stays.
+    """Return packed codes of four bits, reordered as the kernels of experts read them, in the same shape [E, N, K / 2].
 
     Columns are taken in units of `unit`. The low bits of a unit's bytes hold the codes of its first half of columns,
     and the high bits those of its second half.
@@ -215,9 +215,10 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Convert scales of the tiles of `stored` to those of `kept`, whose smaller tiles repeat the scale around them.
+    """Convert scales for the tiles of `stored` to scales for the tiles of `kept`, which are as large or smaller.
 
-    scales: one per stored tile, in any shape. Returns one per kept tile, [R, C].
+    Each kept tile gets the scale of the stored tile that contains it. scales: one per stored tile, in any shape.
+    Returns one per kept tile, [R, C]. num_rows, num_columns: shape of the weight.
     """
     scales_RC = scales.reshape(stored.grid(num_rows, num_columns))
     for dim, size in ((0, num_rows), (1, num_columns)):

@@ -40,7 +40,7 @@ Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Run:
-    """The recorded values of running the graph before the pass once, on random inputs."""
+    """The values recorded while the graph before the pass ran once, on random inputs."""
 
     inputs: RandomInputs
     values: Values
@@ -67,8 +67,9 @@ def verify_rewrites(
 ) -> int:
     """Check all replacements and unreported changes of the pass `name`, and return how many values were compared.
 
-    Token counts: the low and the high end of the range, but at most MOST_TOKENS at the high end. Raises
-    VerificationError that names the first differing value, the number of tokens and the error.
+    before, after: the graph before and after the pass; `before` comes from `copy_of`. Values are compared with the
+    fewest tokens of the range, and with the most tokens but at most MOST_TOKENS. Raises VerificationError, which names
+    the first differing value, the number of tokens and the error.
     """
     old_by_name = {node.name: node for node in before.nodes}
     present = set(after.nodes)
@@ -130,7 +131,7 @@ def _check_inputs_and_writes(
 def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
     """Run the graph. Returns the value of each node, and copies of mutated tensors from before the mutation.
 
-    The copies are by (node of the tensor, node of the call that mutates it).
+    The keys of the copies are (node of the tensor, node of the call that mutates it).
     """
     values: Values = {}
     snapshots = {}
@@ -248,7 +249,8 @@ def _widened(value: Any) -> Any:
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
     """Return None if `found` is about as close to the oracle as `expected`, row by row; otherwise the problem, as text.
 
-    Shapes and dtypes must be equal, and so must infinite elements and those of tensors that are not floating-point.
+    expected, oracle: results of the original region in its own dtypes and in fp32. found: the rewrite's result. Shapes
+    and dtypes of `expected` and `found` must be equal. Elements that are infinite or not floating-point must be equal.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"

@@ -1,7 +1,7 @@
-"""Gives the tokens of images the embeddings of one token in every layer, as in Gemma 4.
+"""Gives all image tokens, in every layer, the layer's embedding of one fixed token, as in Gemma 4.
 
-Small models of Gemma 4 have embeddings of each token for each layer, beside those that enter the first layer. The
-tokens of images have those of the token for padding.
+In small Gemma 4 models, each layer has its own embeddings of tokens, besides the embeddings that enter the first layer.
+Image tokens have each layer's embedding of the padding token.
 
 The pass only runs in the variant of the forward for steps with images.
 """
@@ -17,7 +17,7 @@ from compiled_engine.passes.images.merge_embeddings import IMAGE_INDEX
 
 
 class LayerTokens(GraphPass):
-    """Replaces the ids of image tokens by `token_id`, whose embeddings they then have in every layer.
+    """Replaces the ids of image tokens by `token_id`, so that they have the embeddings of that token in every layer.
 
     The embeddings of image tokens that enter the first layer come from the vision tower, see merge_embeddings.
     """

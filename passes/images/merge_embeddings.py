@@ -1,10 +1,10 @@
 """Replaces the embeddings of image tokens by those that the vision tower has computed.
 
-The tower's embeddings are rows of a kept parameter, which is filled before the step. The step tensor IMAGE_INDEX has
-the row of each token, -1 for tokens of text. The rows replace elements of the value that enters the first layer, which
-transformers' models call inputs_embeds. So a family's own factor on embeddings, such as Gemma's, applies to tokens of
-text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to the value that leaves
-one of the first layers.
+The tower's embeddings are rows of a parameter of role KEPT, which is filled before the step. The step tensor
+IMAGE_INDEX has the row of each token, -1 for tokens of text. The rows replace elements of the value that enters the
+first layer, which transformers' models call inputs_embeds. So a family's own factor on embeddings, such as Gemma's,
+applies to tokens of text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to
+the value that leaves one of the first layers.
 
 The pass only runs in a separate variant of the forward (graphs/compiler/signature.py), so steps without images run
 unchanged code.
@@ -45,10 +45,10 @@ def part_of(embeddings: torch.Tensor, level: int, hidden_size: int) -> torch.Ten
 
 
 class MergeEmbeddings(GraphPass):
-    """Puts embeddings of images into the input of layer 0, and adds `levels` further parts of them to later inputs.
+    """Puts the embeddings of images into the input of layer 0, and adds their part n to the input of layer n.
 
-    num_rows: the number of embeddings that the parameter holds. Runs after layers are repeated and sharded, and before
-    all fusing passes.
+    levels: the number of further parts; n is from 1 to `levels`. num_rows: the number of embeddings that the parameter
+    holds. Runs after layers are repeated and sharded, and before all fusing passes.
     """
 
     name = "merge_embeddings"
@@ -90,9 +90,10 @@ def _merged(
     level: int,
     hidden_size: int,
 ) -> fx.Node:
-    """Insert ops that put a level of the images' embeddings into a value.
+    """Insert ops that put part `level` of the images' embeddings into a value: part 0 replaces rows, others are added.
 
-    Returns the node that users of the value read from then on.
+    index_T, is_image_T1: each token's row in `embeddings`, and whether it is an image token. Returns the node that
+    users of the value read from then on.
     """
     users, before = list(value.users), _residual(value) if level else None
     with graph.inserting_before(value if before is not None else value.next):
@@ -112,9 +113,9 @@ def _merged(
 
 
 def _residual(value: fx.Node) -> fx.Node | None:
-    """Return the operand that is added to an all-reduce; None if the value is no such sum.
+    """If a value is the sum of an all-reduce and another operand, return the other operand; otherwise return None.
 
-    One kernel may compute the all-reduce, the sum and the norm after it, so no op may be inserted between them.
+    One kernel may compute the all-reduce, the sum and the norm after it, so no op may be inserted between these three.
     """
     if not is_call(value, aten.add.Tensor):
         return None

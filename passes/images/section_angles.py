@@ -1,8 +1,9 @@
-"""Rotary angles of positions in three dimensions: time, height and width (M-RoPE, Qwen2-VL).
+"""Computes rotary angles from positions in three dimensions: time, height and width (M-RoPE, Qwen2-VL).
 
-Each pair of elements is rotated by one of a token's three positions; `sections` has the number of pairs of each. In
-text the three are equal, so the usual forward has one position for each token. The step tensor POSITION_DELTAS has the
-differences between the three positions and the usual one, which are zero outside of prompts with images.
+Each pair of elements is rotated by one of a token's three positions; `sections` has the number of pairs for each of the
+three. In text the three positions are equal, so the usual forward has one position for each token. The step tensor
+POSITION_DELTAS has the differences between the three positions and the usual one, which are zero outside of prompts
+with images.
 
 The pass only runs in the variant of the forward for steps with images.
 """
@@ -77,7 +78,7 @@ class SectionAngles(GraphPass):
         self._sections, self._mixed = list(sections), mixed
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each call of cos."""
+        """Return the number of calls of cos: each computation of rotary angles has one."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:

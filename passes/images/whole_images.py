@@ -1,4 +1,4 @@
-"""Lets the tokens of an image attend to each other: each also sees the keys up to the image's last one.
+"""Lets the tokens of an image attend to each other: each token also sees the keys of the image's later tokens.
 
 The step tensor KEYS_AHEAD tells attention how many later keys a token sees. All tokens of an image are in the step. In
 Gemma 3 this holds in all layers, and windows of attention are at least as long as an image. In Gemma 4 it holds in the

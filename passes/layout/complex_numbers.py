@@ -1,8 +1,8 @@
-"""Writes complex numbers as pairs of real ones.
+"""Replaces complex numbers by pairs of real numbers.
 
 Why: some code of transformers (DeepSeek-V2) rotates heads by a product of complex numbers, which neither the fused
-kernels nor Inductor's C++ compute. In the graph a complex tensor [...] becomes a real one [..., 2], its real parts
-before its imaginary parts, as `view_as_real` has them.
+kernels nor Inductor's C++ compute. In the graph a complex tensor [...] becomes a real tensor [..., 2]: the real and the
+imaginary part of each element, in the layout of `view_as_real`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ComplexNumbers(GraphPass):
     name = "complex_numbers"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each node of the graph whose value is complex."""
+        """Return the number of nodes whose value is complex."""
         return sum(map(has_complex_value, graph.nodes))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -50,7 +50,10 @@ def has_complex_value(node: fx.Node) -> bool:
 
 
 def _pair_of(graph: fx.Graph, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Emit the real and imaginary parts [..., 2] of a complex value; None if the op or an operand is not known."""
+    """Return a node with the real and imaginary parts, [..., 2], of a complex value; insert ops that compute it.
+
+    pairs: nodes with complex values -> nodes with their parts. Returns None if the op or an operand is not supported.
+    """
     if is_call(node, aten.view_as_complex.default):
         return arg(node, 0)  # type: ignore[no-any-return]
     if is_call(node, aten.polar.default):

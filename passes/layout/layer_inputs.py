@@ -1,6 +1,6 @@
 """Finds a model's layers in its parameter names and its graph, and the hidden states that enter a layer.
 
-A layer's first op with a parameter is a norm, or a linear in post-norm models. Its input is the layer's input.
+A layer's first op with a parameter is a norm, or a linear in post-norm models. The input of this op is the layer's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from compiled_engine.passes.norm.norms import norm_of
 def layer_stack(names: Iterable[str]) -> str:
     """Return the path of a model's list of layers, such as model.layers, found from its parameter names.
 
-    It is the path that most distinct numbers follow, as in model.layers.0.mlp and model.layers.1.mlp. Returns "" if no
-    name has a number.
+    The list is the path that the most different numbers follow, as in model.layers.0.mlp and model.layers.1.mlp.
+    Returns "" if no name has a number.
     """
     numbers: dict[str, set[str]] = defaultdict(set)
     for name in names:

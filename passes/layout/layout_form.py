@@ -139,9 +139,9 @@ def _product(shape: Sequence[Size], places: list[int]) -> Size:
 
 
 def _is_less(left: Size, right: Size) -> bool:
-    """Return whether an element count is smaller than another one, taking an int to be smaller than a symbolic size.
+    """Return whether the element count `left` is less than `right`. An int counts as less than a symbolic size.
 
-    False if `left` is symbolic.
+    The result is False if `left` is symbolic.
     """
     return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
 

@@ -1,4 +1,4 @@
-"""Rewrites ops that are no views to work on the cores of their inputs, see layout_form."""
+"""Rewrites ops other than views to compute on the cores of their inputs; layout_form explains cores and forms."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _BY_DIMENSION = {
 class LayoutOps:
     """Emits ops on the cores of their inputs, and returns the forms of their results.
 
-    form: returns a value's form. ordered: returns an equal form whose core has its dimensions in the value's order.
-    view: emits a call of a view op on a core, and returns the node.
+    The arguments are functions. form: returns the form of a node's value. ordered: returns an equal form whose core has
+    its dimensions in the value's order. view: emits a call of a view op on a core, and returns the node.
     """
 
     def __init__(
@@ -145,9 +145,10 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _without_ones(self, form: Form) -> Form:
-        """Return a form whose core has no leading dimensions of size one, which broadcasting adds by itself.
+        """Return an equal form whose core has no leading dimensions of size one; broadcasting adds them by itself.
 
-        Forms of values with a symbolic size stay as they are, so these are parameters and what is computed of them.
+        The last dimension is kept. A form whose core has a symbolic size is returned unchanged, so only the cores of
+        parameters, and of values computed from parameters alone, lose dimensions.
         """
         sizes = list(form.core.meta["val"].shape)
         if not all(isinstance(size, int) for size in sizes):
@@ -159,10 +160,10 @@ class LayoutOps:
         return Form(core, tuple(None if dim is None or dim < ones else dim - ones for dim in form.dims))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
-        """Return the core as a view whose dimensions are in the given order.
+        """Return a view of the core whose dimensions are in the given order.
 
-        place: dimension of the op's result -> the core's dimension. order: the result's dimensions in the wanted order.
-        A dimension that the core lacks is added with size one; leading ones are left to broadcasting.
+        place: dimension of the op's result -> dimension of the core. order: the result's dimensions in the wanted
+        order. Dimensions that the core lacks are added with size one, except leading ones, which broadcasting adds.
         """
         own = [place[position] for position in order if position in place]
         if own != sorted(own):
@@ -181,9 +182,9 @@ class LayoutOps:
 
 
 def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
-    """Emit a call of the node's op on the arguments `args`, with the node's keyword arguments, and return it.
+    """Emit a call of the node's op on the arguments `args`, with the node's keyword arguments, and return the call.
 
-    Keywords with which a conversion changes nothing are left out.
+    Keywords that have no effect on a conversion (`_to_copy`) are left out.
     """
     given = {name: value for name, value in node.kwargs.items() if not _says_nothing(node, name)}
     new = graph.call_function(node.target, args, given)  # type: ignore[arg-type]
@@ -194,9 +195,9 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Return whether the node is a conversion (`_to_copy`) and `name` a keyword of it without effect.
+    """Return whether the node is a conversion (`_to_copy`), and its keyword `name` has no effect.
 
-    Such keywords, which `type_as` adds, are a layout and the device that the input is on.
+    This holds for `layout`, and for `device` if the input is on that device. `type_as` adds such keywords.
     """
     if not is_call(node, aten._to_copy.default):
         return False

@@ -88,9 +88,9 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node computes one of _STEPS from constants and a parameter of at most one dimension.
+    """Return whether the node computes one of _STEPS from a parameter of at most one dimension and constants alone.
 
-    Operations that a norm applies to its weight belong to the norm and do not count.
+    Returns False for operations that a norm applies to its weight: they are matched as part of the norm.
     """
     last = node
     while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):
@@ -120,7 +120,10 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each KV cache, with one attention each, and for each attention without a KV cache."""
+        """Return the number of matches to expect: one per KV cache in use, and one per attention without a KV cache.
+
+        Exactly one attention uses each KV cache.
+        """
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -148,7 +151,11 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each state of a recurrence, of a convolution or a matrix, tensors for drafts excepted."""
+        """Return the number of matches to expect: one per state of a recurrence in use.
+
+        These are convolution states and matrix states. Other parameters of role KEPT, such as those for drafts, do not
+        count.
+        """
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
         return sum(name.rpartition(".")[2] in (CONV_STATE, MATRIX_STATE) for name in kept)
@@ -203,7 +210,7 @@ class InverseRoots(GraphPass):
         return PassResult(len(replacements), replacements=tuple(replacements))
 
 
-# The ops that these passes replace only stand in for others in a trace. They cannot be executed, nor verified.
+# The ops that these passes replace exist only in traces. They cannot be executed, so these passes are never verified.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(), Recurrences())
 _THEN: tuple[GraphPass, ...] = (ComplexNumbers(), InverseRoots(), NormaliseLayout(), FoldParameters())
 
@@ -211,9 +218,10 @@ _THEN: tuple[GraphPass, ...] = (ComplexNumbers(), InverseRoots(), NormaliseLayou
 def lower(
     graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
 ) -> tuple[PassReport, ...]:
-    """Run the passes of this module and NormaliseLayout on a foreign model's graph, in place. Returns their reports.
+    """Run the passes of this module, ComplexNumbers and NormaliseLayout on a graph of transformers' code, in place.
 
-    strict, verify and the errors raised are those of `run_passes`.
+    Returns the reports of the passes that ran; Recurrences, ComplexNumbers and InverseRoots run only if needed.
+    strict, verify: see `run_passes`, whose errors are raised; ForeignAttention and Recurrences are never verified.
     """
     unneeded: set[type[GraphPass]] = set()
     if not any(node.target in VALUES for node in graph.nodes):

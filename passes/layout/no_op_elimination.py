@@ -20,7 +20,7 @@ class NoOpElimination(GraphPass):
     name = "no_op_elimination"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each multiplication by one; the number of other no-ops depends on the trace."""
+        """Return the number of multiplications by one. Other no-ops are not counted: they depend on the trace."""
         products = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         return sum(1 for product in products if product.args[1:] == (1.0,))
 
@@ -36,7 +36,7 @@ class NoOpElimination(GraphPass):
 
 
 def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
-    """Return the input that the node's result equals, in shape, strides and dtype too; None if the node is no no-op."""
+    """Return the input that equals the node's result in values, shape, strides and dtype; None if there is none."""
     if is_call(node, aten.cat.default):
         full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
         return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None

@@ -30,7 +30,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each call whose result has a leading dimension of size one, the batch."""
+        """Return the number of calls whose result has a leading dimension of size one, the batch: one match each."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -136,7 +136,7 @@ class _Normalisation:
         return self.ops.follow(node)
 
     def _expanded(self, node: fx.Node, form: Form) -> Form | None:
-        """Emit an `expand` on the core, and return the form of the result. Expanded dimensions join the core.
+        """Emit an `expand` on the core, and return the form of the result. Expanded dimensions are added to the core.
 
         Returns None if the expansion adds dimensions, expands a dimension of the core, or has a symbolic size.
         """

@@ -44,8 +44,8 @@ def reference(
 
     x_TK, y_TN: input and result of a linear into which M linears, the members, are merged. sizes: outputs per member.
     a_SRK: A of each slot, `rank` rows for each member. b_SNR: B of each slot, [N, rank].
-    ranks_SM: int32, the rank in use for each slot and member. Rows of A and columns of B beyond it are left out, since
-    a multiplication of x by zeros would let NaN through.
+    ranks_SM: int32, the rank in use for each slot and member. Rows of A and columns of B beyond this rank are left out,
+    since a multiplication of x by zeros would let NaN through.
     slots_T: int32, the slot of each token.
     """
     rank, ends = b_SNR.shape[2], list(accumulate(sizes))

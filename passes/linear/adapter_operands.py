@@ -44,7 +44,7 @@ def member_of(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return (index of the member that a tile belongs to, the tile's first output, the end of the member's outputs).
 
-    The other arguments are those that tiles_of_members returns. WIDTH: outputs per tile.
+    tile: number of the tile. BEGINS, ENDS, FIRST_TILES: see tiles_of_members. WIDTH: outputs per tile.
     """
     member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
     for each in tl.static_range(1, len(ENDS)):

@@ -31,7 +31,7 @@ NO_SLOT = tl.constexpr(1 << 30)  # larger than any slot
 
 @triton.jit
 def _ask_for_lines(address: tl.tensor, wanted: tl.tensor) -> None:
-    """Prefetch the cache lines at the addresses for which `wanted` is set into the L2 cache, without waiting."""
+    """Prefetch cache lines into the L2 cache, without waiting: those at the addresses for which `wanted` is true."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -141,10 +141,10 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Select BLOCK_T tokens of a window that have a program's slot, skipping the `first` ones of these tokens.
+    """Return (token indices, whether each exists) of BLOCK_T tokens of a window that have the program's slot.
 
-    Returns (indices of the tokens, which of them exist). token_W: indices of the window's tokens. own_W: whether each
-    has the slot. If BLOCK_T is the window's size, both are returned unchanged.
+    first: how many tokens with this slot are skipped. token_W: indices of the window's tokens. own_W: whether each of
+    them has the slot. If BLOCK_T is WINDOW, token_W and own_W are returned unchanged.
     """
     if BLOCK_T == WINDOW:
         return token_W, own_W
@@ -163,7 +163,10 @@ def _used(
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """Return whether rows of A, counted over all members, are within the ranks of the slot's adapter."""
+    """Return for each row of A, counted over all members, whether the slot's adapter uses it.
+
+    A member uses its first rows, as many as the rank that the adapter has in this member.
+    """
     rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < RANK * MEMBERS, other=0)
     return row_R % RANK < rank_R
 
@@ -274,7 +277,10 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
-    """Return the tile sizes for a batch. rows: rows of a slot's A for all members. rank: largest rank of a slot."""
+    """Return the tile sizes for a batch of `num_tokens` tokens.
+
+    k: inputs of the linear. rows: rows of a slot's A, of all members together. rank: largest rank of a slot.
+    """
     most = next((most for most in WINDOWS if num_tokens <= most), None)
     rows, results = min(64, _block(rows)), max(16, MOST_ELEMENTS // _block(rank))
     if dtype == torch.float32:  # no tensor cores, and twice the bytes
@@ -289,9 +295,9 @@ def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, 
 
 
 def _turns(window: int, num_slots: int) -> int:
-    """Return the number of programs per window: enough for all slots, or for all tokens if they have the same slot.
+    """Return the number of programs per window: one per slot, or one per 16 tokens if that is more.
 
-    At most MOST_TURNS.
+    The number is at most MOST_TURNS.
     """
     return min(max(num_slots, window // 16), MOST_TURNS)
 
@@ -301,7 +307,10 @@ def _block(number: int) -> int:
 
 
 def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
-    """Add the tokens' LoRA adapters to a linear's result, [T, N], by the kernels for many tokens; see adapter_add."""
+    """Return a linear's result plus the tokens' LoRA adapters applied to its input, [T, N]; see adapter_add.
+
+    The kernels for many tokens compute it.
+    """
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)

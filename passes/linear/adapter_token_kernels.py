@@ -133,7 +133,10 @@ def expand_token_kernel(
 
 
 def add_by_token(operands: Operands) -> torch.Tensor:
-    """Add the tokens' LoRA adapters to a linear's result, [T, N], by the kernels for few tokens; see adapter_add."""
+    """Return a linear's result plus the tokens' LoRA adapters applied to its input, [T, N]; see adapter_add.
+
+    The kernels for few tokens compute it.
+    """
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     block_r = 8 if rank <= LOW_RANK else 16

@@ -4,8 +4,8 @@ The pass runs right after merge_linears, so that q, k and v, or gate and up, sha
 before the passes that fuse a linear with its neighbours, since the adapter is added after a norm and before an
 activation. If a linear's input is sharded, the columns of A are too, and the linear's all-reduce completes both.
 
-Slots are kept parameters, filled by the runner (see `site_of`). The pass only runs in a separate variant of the forward
-(graphs/compiler/signature.py), so steps without adapters run unchanged code.
+Slots are parameters that the runner fills (role KEPT; see `site_of`). The pass only runs in a separate variant of the
+forward (graphs/compiler/signature.py), so steps without adapters run unchanged code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
+        """Return the number of values that weight matrices multiply.
+
+        merge_linears leaves one linear, and so one match, per value.
+        """
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -100,9 +103,9 @@ class Adapters(GraphPass):
 
 
 def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[Parameter, ...] | None:
-    """Return the weights whose adapters a parameter holds, if it is a matrix A that this pass added; otherwise None.
+    """Return the weights whose adapters `parameter` holds, if it is a matrix A that this pass added; otherwise None.
 
-    If linears were merged, these are the weights of all of them, in order. described: the graph's parameters by name.
+    For a merged linear these are the weights of all its members, in order. described: the graph's parameters by name.
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None
@@ -111,7 +114,7 @@ def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[P
 def slots_of(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) -> tuple[Parameter, ...]:
     """Return descriptions of the parameters that hold the adapters of a linear: A, B and the ranks in use.
 
-    weight: of the linear. k: number of its inputs. dtype: of A and B.
+    weight: the linear's weight. k: number of the linear's inputs. dtype: dtype of A and B.
     """
     slots, rank, members = config.max_loras, config.max_lora_rank, len(_members(weight))
     name = str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from compiled_engine.quantisation import LinearScheme, Rounding
 
 # Columns per scale: a power of two within these bounds, or whole rows.
 LEAST_COLUMNS, MOST_COLUMNS = 32, 256
-# The same of powers of two as scales, which need no step of a product each.
+# The lower bound for scales that are powers of two: a step of the matrix product may span several of these.
 LEAST_OF_EXPONENTS = 8
 # Least columns of a unit of packed codes: a thread decodes four bytes at once.
 LEAST_UNIT = 8
@@ -69,7 +69,7 @@ def scaled(
 def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels of experts do not support codes of this scheme in `num_columns` columns; None if they do.
 
-    On a CPU, where torch's ops decode the codes, all limits but the GPU's capability apply. dtype: of the results.
+    On a CPU, where torch's ops decode the codes, all limits but the GPU's capability apply. dtype: the results' dtype.
     """
     rounding = scheme.weight
     columns, is_packed = rounding.columns, rounding.format.per_byte > 1
@@ -93,9 +93,8 @@ def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device:
 def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
     """Return the constexprs of kernels that read weights with `num_columns` columns.
 
-    scheme: the text form of a Rounding; "" for weights that are not quantised. PACKED: the kind of codes that share a
-    byte, "e2m1" or "integers"; "" for others. ZERO: the zero point of tiles without one of their own. UNIT: see
-    `unit_of`.
+    scheme: the text form of a Rounding; "" for weights that are not quantised. PACKED: if codes share a byte, "e2m1" or
+    "integers"; otherwise "". ZERO: the zero point of tiles without one of their own. UNIT: see `unit_of`.
     """
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     packed, zero, unit = "", 0, 0
@@ -116,7 +115,10 @@ def columns_of(codes: torch.Tensor, scheme: str) -> int:
 def decoded(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, zeros_RC: torch.Tensor | None, scheme: str
 ) -> torch.Tensor:
-    """Return an expert's weight, dequantised to fp32 [N, K]. scheme: the text form of a Rounding."""
+    """Return an expert's weight, dequantised to fp32 [N, K]. scheme: the text form of a Rounding.
+
+    zeros_RC: the zero points of tiles; None if the scheme has none per tile.
+    """
     rounding = Rounding.parse(scheme)
     if rounding.format.per_byte == 1:
         return decode(codes_NK, scales_RC, rounding)

@@ -33,7 +33,8 @@ def launch(
 ) -> torch.Tensor:
     """Return activation(gate) * up of the halves of linear(x), [T, N / 2].
 
-    The fastest kernel that was measured computes it, otherwise the library's product and the kernel of silu_mul.
+    A Hopper kernel computes it if the device's profile measured it faster; otherwise the library computes the product,
+    and the kernel of silu_mul the activation.
     """
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:

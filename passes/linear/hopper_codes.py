@@ -1,4 +1,4 @@
-"""Launches Hopper's kernel for linears of 8-bit codes and more than 64 tokens.
+"""Launches Hopper's kernel for linears of 8-bit codes (quantised values) and more than 64 tokens.
 
 Also says which linears the kernel supports, and chooses its tile sizes.
 """
@@ -32,8 +32,8 @@ class CodesTiles:
     together: int = 8  # token tiles that use the same rows in turn
 
 
-# Time of a tile with one on every multiprocessor, by whether scales are of blocks: microseconds for 32 steps on an
-# H100. The largest tiles leave no registers for block scales.
+# Microseconds that a tile takes for 32 steps on an H100 while every multiprocessor computes one, by whether blocks of
+# the weight have scales, and by tile sizes. The largest tiles leave no registers for block scales.
 _LARGE, _SQUARE, _NARROW = CodesTiles(128, 128, 4), CodesTiles(64, 128, 6), CodesTiles(64, 64, 8)
 COSTS = {False: {_LARGE: 28.1, _SQUARE: 16.6, _NARROW: 11.8}, True: {_SQUARE: 18.3, _NARROW: 13.3}}
 
@@ -58,9 +58,9 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Return why hopper_codes does not support a linear that hopper_product supports; None if it does.
+    """Return why hopper_codes does not support a linear that hopper_product supports; None if it supports it.
 
-    num_rows: of the weight. gated: gate and up, which are counted together.
+    num_rows: rows of the weight. gated: the weight has gate and up, and num_rows counts them together.
     """
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
@@ -85,8 +85,9 @@ def hopper_codes(
 ) -> torch.Tensor:
     """Return y = x @ weight^T, [T, N], or with `gated` activation(gate) * up, [T, N / 2], in `dtype`.
 
-    x and the weight are codes; gate and up are the halves of y. The weight must be contiguous, K a multiple of 16,
-    and N of 8, or of 16 with `gated`; see also why_not_on_the_left. tiles: None for those of codes_tiles.
+    x and the weight are 8-bit codes with the scales `scaling`; gate and up are the halves of y. The weight must be
+    contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see also why_not_on_the_left. tiles: if None,
+    those of codes_tiles.
     """
     if tiles is None:
         many = multiprocessors(x_TK.device)

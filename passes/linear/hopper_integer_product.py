@@ -1,4 +1,4 @@
-"""Launches Hopper's kernel for linears of four-bit codes and many tokens, and chooses its tiles by a rule."""
+"""Launches Hopper's kernel for linears of four-bit codes and many tokens, and chooses its tile sizes by a rule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK, _ROWS, _TOGETHER = 128, 128, 8
 _WORD_STAGES, _WORD_STAGE = 4, _ROWS * (64 + 4 + 2)
 # Tokens of a tile, and the time of one of its blocks in microseconds; these and the following were fitted on an H200.
 _BLOCK_TIMES = {128: 0.9, 256: 1.33}
-# Blocks whose time a tile takes besides its own, for its start and its end.
+# Time for the start and the end of a tile, in blocks.
 _ENDS = 3
 # Time of the kernel that adds splits in microseconds, and bytes of partial sums per microsecond.
 _SUM, _PARTIAL_SUMS = 2.6, 5.2e6
@@ -36,7 +36,10 @@ _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 
 @dataclass(frozen=True)
 class IntegerTiles:
-    """A tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` parts of K."""
+    """Sizes of a tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` parts of K.
+
+    Raises ValueError for values that are not allowed.
+    """
 
     tokens: int  # 128 or 256
     splits: int  # divides the number of blocks of 128 columns
@@ -51,7 +54,10 @@ class IntegerTiles:
 
 
 def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
-    """Return tiles with as many stages as fit a multiprocessor's shared memory."""
+    """Return the tile sizes with as many stages as fit a multiprocessor's shared memory.
+
+    tokens, splits: see IntegerTiles. gated: the weight has gate and up.
+    """
     chunk, outputs = min(tokens, 128), 32 if gated else 64
     results = 0 if splits > 1 else 2 * chunk * outputs * 2
     if gated and tokens > chunk:
@@ -64,7 +70,10 @@ def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
 def integer_product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, num_multiprocessors: int
 ) -> IntegerTiles:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product that take the least time by an estimate."""
+    """Return the tile sizes with which a [num_tokens, k] x [num_rows, k] product takes the least estimated time.
+
+    gated: num_rows counts gate and up together.
+    """
     return tiles_with(*min(_estimates(num_tokens, num_rows, k, num_multiprocessors))[1:], gated)
 
 
@@ -105,10 +114,10 @@ def hopper_integer_product(
     zero: int,
     tiles: IntegerTiles | None = None,
 ) -> torch.Tensor:
-    """Return linear(x) + residual of four-bit codes for any number of tokens, as hopper_integers does for few.
+    """Return the same result as hopper_integers, but for any number of tokens; the arguments are described there.
 
-    Weights are rounded to the results' type before the product, as `integer_product.decode_words` rounds them. tiles:
-    None for those of integer_product_tiles.
+    Weights are rounded to the results' dtype before the product, as in `integer_product.decode_words`. tiles: if None,
+    those of integer_product_tiles.
     """
     from compiled_engine.kernels import hopper_integer_product_kernel as kernels  # Gluon takes a while to import
 

@@ -31,16 +31,19 @@ COLUMNS = 128
 MOST_TOKENS = TOKEN_BUCKETS[-1]
 # Registers of a thread, by how many programs of one group of warps a multiprocessor holds; 0: no limit.
 _REGISTERS = {3: 80, 2: 128, 1: 0}
-# Programs for each multiprocessor from which on three groups of warps share the tokens.
+# From this many programs per multiprocessor on, a program has three groups of warps, which share the tokens.
 _GROUPED = 2
-# Most splits, and fewest blocks of 128 columns of each.
+# Most splits, and fewest blocks of 128 columns per split.
 _MOST_SPLITS, _LEAST_BLOCKS = 8, 8
 # Most columns that few tokens are multiplied by without splits, which need a second kernel.
 _SHORT = 4096
 
 
 def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Return why Hopper's kernel for four-bit codes does not support a linear; None if it does."""
+    """Return why Hopper's kernel for four-bit codes does not support a linear; None if it does.
+
+    num_rows, k: sizes of the weight. dtype: dtype of the results.
+    """
     weight = scheme.weight
     if not weight.is_integer or weight.format.per_byte != 2 or scheme.inputs is not None:
         return f"its weight is no matrix of four-bit integers, or its inputs are rounded ({scheme})"
@@ -102,7 +105,7 @@ def stage_bytes(tiles: HopperTiles, has_zeros: bool) -> int:
 def with_stages(tiles: HopperTiles, gated: bool, has_zeros: bool, k: int, together: int) -> HopperTiles:
     """Return the tile sizes with as many stages as fit the shared memory, at most one per step along k.
 
-    together: number of programs that run on a multiprocessor at the same time.
+    k: columns of a split. together: number of programs that run on a multiprocessor at the same time.
     """
     steps = k // (COLUMNS * tiles.parts * tiles.products)
     room = SHARED_MEMORY // together - tiles.ending_bytes(gated)
@@ -124,8 +127,8 @@ def hopper_integers(
     """Return y = linear(x) + residual, [T, N], or with `gated` activation(gate) * up + residual, [T, N / 2].
 
     gate and up are the halves of linear(x). words: int32 [N, K / 8]; scales_CN: fp32 [K / 128, N]; zeros_CN: int16 [K /
-    128, N]; None: the zero point of all codes is `zero`. T may be at most MOST_TOKENS and the tokens of the tile; see
-    also why_not_in_words. tiles: (tile sizes, splits); None for those of integer_tiles.
+    128, N]; None: the zero point of all codes is `zero`. T may be at most MOST_TOKENS and at most the tile's tokens;
+    see also why_not_in_words. tiles: (tile sizes, splits of K); if None, those of integer_tiles.
     """
     from compiled_engine.kernels import hopper_linear_kernel as gluon  # Gluon takes a while to import
 

@@ -1,4 +1,4 @@
-"""Launches Hopper's kernel for linears of up to 128 tokens. The device's profile says when, and has the tile sizes."""
+"""Launches Hopper's kernel for linears of up to 128 tokens, where the device's profile has tile sizes for them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def box_of_results(tokens: int, outputs: int) -> Box:
 
 @cache
 def columns_of_boxes(bits: int) -> int:
-    """Return the number of columns of a TMA box of the weight or the tokens. bits: of an element."""
+    """Return the number of columns of a TMA box of the weight or the tokens. bits: size of an element."""
     from compiled_engine.kernels.hopper_ring import step_of
 
     return int(step_of(bits))
@@ -82,7 +82,8 @@ class HopperTiles:
     """Tile sizes of a program: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up together.
 
     stages: stages of the ring buffer in shared memory, of `columns` columns each. parts: if more than 1, a tensor-core
-    product of 64 rows takes 64 / parts rows of the weight, each divided into `parts` parts along K.
+    product of 64 rows takes 64 / parts rows of the weight, each divided into `parts` parts along K. products: number of
+    tensor-core products that a stage holds, one after another along K.
     """
 
     groups: int  # 1 to 3
@@ -118,9 +119,10 @@ class HopperTiles:
 
 
 def registers_for(groups: int, columns: int) -> int:
-    """Return the limit on the registers per thread; 0: no limit. columns: of a tensor-core product, tokens times parts.
+    """Return the limit on the registers per thread; 0: no limit.
 
-    Products of few columns get few registers, so that two programs can run on a multiprocessor.
+    columns: columns of a tensor-core product: tokens times parts. Products of few columns get few registers, so that
+    two programs can run on a multiprocessor.
     """
     if columns <= 32:
         return 64
@@ -133,8 +135,8 @@ def hopper_tiles(
 ) -> HopperTiles | None:
     """Return the tile sizes for a linear by the device's profile, see `tiles_for`.
 
-    Returns None if the device is no Hopper GPU with a profile, if `dtype` does not have two bytes, for more than 128
-    tokens, and where `tiles_for` does.
+    Returns None if the device is not a Hopper GPU with a profile, if `dtype` does not have two bytes, for more than 128
+    tokens, or if `tiles_for` returns None.
     """
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
@@ -159,9 +161,10 @@ def tiles_for(
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the shape whose rows and columns differ from those of `shape` by the factors with the smallest product.
+    """Return the shape of `shapes` that is nearest to `shape`; None if none is near.
 
-    Returns None if each shape differs by a factor above NEAR.
+    The distance is the factor by which the rows differ times the factor by which the columns differ. A shape is near if
+    both factors are at most NEAR.
     """
 
     def factors(other: tuple[int, int]) -> list[float]:
@@ -174,7 +177,7 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Adapt the tile sizes measured for the shape `near` to another shape, with smaller tiles if needed.
+    """Return the tile sizes measured for the shape `near`, adapted to another shape, with smaller tiles if needed.
 
     Returns None if too few multiprocessors would be busy (see AS_BUSY), or if rows or columns are not divisible by the
     tile sizes.

@@ -1,4 +1,4 @@
-"""Launches Hopper's kernel for linears of over 64 tokens. The device's profile says when, and has the tile sizes."""
+"""Launches Hopper's kernel for linears of over 64 tokens, where the device's profile has tile sizes for them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def hopper_product(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return linear(x), [T, N], or with `gated` activation(gate) * up of the linear's halves, [T, N / 2].
+    """Return linear(x), [T, N], or with `gated` activation(gate) * up of the two halves of linear(x), [T, N / 2].
 
     The weight must be contiguous. K must be a multiple of 8; N a multiple of 8, or with `gated` of 16.
 
@@ -157,7 +157,8 @@ def hopper_product(
 def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
     """Return (TMA box of the weight, boxes of the tokens, boxes of the results).
 
-    Tokens and results have a list of three boxes, one per part; None for a part that the tile does not have.
+    Tokens and results have a list of three boxes, one per part; None for a part that the tile does not have. scaled: x
+    and the weight are codes with scales.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels
 

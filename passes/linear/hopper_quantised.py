@@ -23,7 +23,10 @@ MOST_OF_THREE = 64
 
 
 def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Return why Hopper's kernels do not support a linear of 8-bit codes; None if they do."""
+    """Return why Hopper's kernels do not support a linear of 8-bit codes; None if they do.
+
+    num_rows, k: sizes of the weight. silu_mul: num_rows counts gate and up together. dtype: dtype of the results.
+    """
     if scheme.inputs is None:
         return "its inputs are not rounded"
     if scheme.weight.is_integer:
@@ -39,7 +42,7 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 
 @cache
 def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
-    """Return the tile sizes for a linear of codes, of `num_tokens` tokens and a weight [num_rows, k].
+    """Return the tile sizes for a linear of 8-bit codes with `num_tokens` tokens and a weight [num_rows, k].
 
     The tiles are the largest that keep enough multiprocessors busy, with as many stages as fit the shared memory.
     """

@@ -24,7 +24,7 @@ ELEMENTS = ("int4", "uint4", "int8", "uint8", "e2m1")
 FINE_COLUMNS = 16
 # The first compute capability with products of bfloat16.
 CAPABILITY = (8, 0)
-# Most tokens of the kernel that decodes in registers: from here on the products take longer than the decoded weight.
+# Most tokens of the kernel that decodes in registers. With more, it is faster to decode the whole weight first.
 MOST_TOKENS = 64
 # Bits of 128 in bfloat16, of 1024 in float16, and of 2^23 in float32.
 BITS_OF_128, BITS_OF_1024, BITS_OF_2_23 = tl.constexpr(0x4300), tl.constexpr(0x6400), tl.constexpr(0x4B000000)
@@ -38,11 +38,11 @@ _WORD_ROWS = 64
 
 @triton.jit
 def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return integer codes minus zero points, or the values of e2m1 codes, exactly, in a floating-point dtype.
+    """Return integer codes minus zero points, or the values of e2m1 codes, exactly, in the floating-point `dtype`.
 
     e2m1: the code's bits, moved to the bits of a float16, are the value times 2^-14. Integers: a conversion would be
-    slow. Instead, the code is put into the lowest bits of a number whose last bit counts 1: 128 in bfloat16, 1024 in
-    float16, 2^23 in float32. That adds the code to the number. Codes of 8 bits do not fit beside 128.
+    slow. Instead, the code is put into the lowest bits of a number whose last bit stands for 1: 128 in bfloat16, 1024
+    in float16, 2^23 in float32. This adds the code to the number. Codes of 8 bits do not fit into the bits of 128.
     """
     if ELEMENT == "e2m1":
         bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12
@@ -125,7 +125,7 @@ def integer_product_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute a linear of quantised weights, fused with what follows it; see quantised_linear_op.reference.
+    """Compute a quantised linear with the activation and the residual add after it; see quantised_linear_op.reference.
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
@@ -281,9 +281,9 @@ def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str
 
 
 def columns_of_step(scheme: LinearScheme) -> int:
-    """Return the number of columns of a step; 0 if the kernels do not support the scheme.
+    """Return the number of columns that a kernel multiplies per step; 0 if the kernels do not support the scheme.
 
-    If tiles have FINE_COLUMNS columns, a step has several tiles; otherwise see step_of.
+    If scales belong to tiles of FINE_COLUMNS columns, a step has several tiles; otherwise see step_of.
     """
     return MOST_COLUMNS if scheme.weight.columns == FINE_COLUMNS else step_of(scheme)
 
@@ -308,7 +308,8 @@ def launch(
 ) -> torch.Tensor:
     """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
 
-    The weight must be contiguous. tiles: None for those of choose_tiles.
+    See quantised_linear_op.reference for the arguments. The weight must be contiguous. tiles: if None, those of
+    choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()
@@ -349,9 +350,10 @@ def launch(
 def decode_words(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None, zero: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight's values as `decode_weight` does, from operands in the layout of hopper_integers.
+    """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`.
 
-    zero: the zero point of all codes if zeros_CN is None.
+    words, scales_CN, zeros_CN: the quantised weight in the layout of hopper_integers. `decode_weight` does the same for
+    the other layout. zero: the zero point of all codes if zeros_CN is None.
     """
     num_rows, k = words.shape[0], words.shape[1] * 8
     out_NK = torch.empty((num_rows, k), dtype=dtype, device=words.device)

@@ -1,7 +1,8 @@
 """Replaces each linear by an op whose result for a token does not depend on the tokens beside it, bit for bit.
 
-Runs only in batch-invariant engines, last and in every callable, also in those that are otherwise left as eager code.
-After it no op may be left whose sums could depend on the batch: the pass refuses the model by the name of such an op.
+The pass runs only in batch-invariant engines: as the last pass, and on every callable, including those that other
+engines leave as eager code. If an op is left whose sums could depend on the batch, the pass raises ValueError and names
+the op.
 
 Why: libraries choose a kernel, and with it the order of a sum, by the number of rows.
 """
@@ -51,7 +52,7 @@ _TOKENS_PER_CALL = small_batch_linear_cpu.MOST_TOKENS
 def reference(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return linear(x), [T, N], or with an activation activation(gate) * up, [T, N / 2], of its two halves."""
+    """Return linear(x), [T, N]; with an activation, activation(gate) * up of its two halves, [T, N / 2]."""
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     return y_TN if activation is None else silu_mul.reference(y_TN, activation)
 
@@ -99,7 +100,10 @@ class InvariantLinear(GraphPass):
     kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
+        """Return the number of values that weight matrices multiply.
+
+        merge_linears leaves one linear, and so one match, per value.
+        """
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -135,7 +139,7 @@ def _emitted(graph: fx.Graph, linear: Linear, activation: str | None) -> fx.Node
 
 
 def _require_kernel(linear: Linear, activation: str | None) -> None:
-    """Raise ValueError if no kernel with a fixed order of sums serves the linear."""
+    """Raise ValueError if no kernel with a fixed order of sums supports the linear."""
     value = linear.weight.meta["val"]
     if linear.quantised is not None:
         num_columns = linear.x.meta["val"].shape[1]

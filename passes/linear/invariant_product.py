@@ -20,7 +20,7 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.linear.split_sums import sum_splits
 
-# A launch takes the tile for the smallest of these numbers of tokens that holds its own, and larger tiles beyond them.
+# A launch takes the tile for the smallest of these token counts that is not below its own; a larger tile beyond them.
 TOKEN_BUCKETS = (16, 32, 64)
 # With more tokens, a program computes all parts of a tile.
 MOST_SPREAD = 256
@@ -49,7 +49,7 @@ def part_of(num_rows: int, num_columns: int) -> int:
 
 @cache
 def tile_of(num_tokens: int, element_size: int) -> Tile:
-    """Return the tile sizes for a number of tokens and elements of this size in bytes."""
+    """Return the tile sizes for a number of tokens. element_size: bytes per element of the inputs."""
     if element_size == 4:
         return Tile(32, 16 if num_tokens <= 16 else 32, 4, 2)
     for tokens in TOKEN_BUCKETS:

@@ -16,14 +16,14 @@ from compiled_engine.passes.linear.linears import Quantised
 from compiled_engine.passes.linear.round_inputs import capability_of, why_no_products
 from compiled_engine.quantisation import LinearScheme
 
-# Rows of 64 tokens: fewer would be another instruction of tensor cores.
+# Tiles of 64 tokens: with fewer, tensor cores would run another instruction.
 TILES = quantised_product.Tiles(64, 64, 4, 4)
 
 _parsed = cache(LinearScheme.parse)
 
 
 def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str | None:
-    """Return why the batch-invariant op does not compute a quantised linear of num_columns columns; None if it does."""
+    """Return why the batch-invariant op does not support a quantised linear of num_columns columns; None if it does."""
     scheme = quantised.scheme
     if device.type != "cuda":
         return "quantised linears are the library's on a CPU"
@@ -42,9 +42,9 @@ def reference(
     scheme: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return rounded(x) @ decoded weight^T + bias, [T, N], or with an activation activation(gate) * up of its halves.
+    """Return y = rounded(x) @ decoded weight^T + bias, [T, N]; with an activation, activation(gate) * up, [T, N / 2].
 
-    See quantised_linear_op.reference for the arguments.
+    gate and up are the halves of y. See quantised_linear_op.reference for the arguments.
     """
     operands = x_TK, codes_NK, scales_RC, None, input_scale_1, bias_N
     y_TN = quantised_kernels.product(*operands, _parsed(scheme), None, x_TK.dtype)
@@ -60,7 +60,7 @@ def launch(
     scheme: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return the quantised linear of x, or activation(gate) * up of its halves; see `reference`.
+    """Return the quantised linear of x, or, with an activation, activation(gate) * up of its halves; see `reference`.
 
     One kernel rounds x, a second multiplies the codes; a third computes the activation.
     """

@@ -26,7 +26,10 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Quantised:
-    """The parameters of a quantised weight besides its codes, and its scheme."""
+    """The scheme of a quantised weight, and its parameters besides the codes.
+
+    columns: for reordered schemes, the column of the input for each column of the codes; otherwise None.
+    """
 
     scales: fx.Node
     zeros: fx.Node | None
@@ -72,7 +75,7 @@ class Linear:
 
 
 def linear_of(node: object) -> Linear | None:
-    """Return the linear that a call computes; None if the node is no call that is recognised as a linear."""
+    """Return the linear that a call computes; None for any node that is not recognised as a linear."""
     found = _match(node)
     return found if isinstance(found, Linear) else None
 
@@ -170,7 +173,7 @@ def is_by_columns(node: fx.Node) -> bool:
 
 
 def by_rows(node: fx.Node) -> Parameter:
-    """Return the description of a parameter of experts as [E, N, K], the order of dimensions in which it is stored."""
+    """Return the description of a parameter of experts, with its shape in the stored order of dimensions: [E, N, K]."""
     weight = parameter_of(node)
     if not is_by_columns(node):
         return weight
@@ -197,11 +200,11 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:
-    """Count, for each value [T, K], the weight matrices [N, K] that it is multiplied by. Contracts use these counts.
+    """Return, for each value [T, K], the number of weight matrices [N, K] that it is multiplied by, for contracts.
 
-    counts: returns whether a parameter is counted. Every op that reads such a matrix and a value is counted, whether
-    `linear_of` recognises it or not. An exception is an op that takes weight^T and reads a parameter without a
-    transpose: its matrix is [K, N], as in GPT-2, and is not counted.
+    counts: a function that returns whether a parameter is counted. Every op that reads both such a matrix and a value
+    counts as a multiplication, whether `linear_of` recognises it or not. An exception is an op that takes weight^T but
+    reads a parameter without a transpose: the parameter is [K, N], as in GPT-2, and is not counted.
     """
     readers: dict[fx.Node, fx.Node] = {}
     for parameter in filter(counts, graph.find_nodes(op="placeholder")):

@@ -40,7 +40,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that several weight matrices multiply."""
+        """Return the number of values that several weight matrices multiply: one match each."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -88,7 +88,7 @@ def _obstacle(group: list[Linear]) -> str | None:
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
     """Separate the linears of gate and up, if any, from the other linears with the same input.
 
-    Returns the resulting groups, without those of a single linear.
+    Returns the resulting groups that have more than one linear.
     """
     for gate in group:
         activation: Any = only_user(gate.node)
@@ -147,9 +147,10 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Merge the scales, zero points, input scales and orders of columns of linears that are merged.
+    """Return the merged scales, zero points, input scale and order of columns of linears that are merged.
 
-    group: empty if their weights are not quantised; then the result is None.
+    Each of these becomes a new placeholder of the graph. Returns None if `group` is empty, for weights that are not
+    quantised.
     """
     if not group:
         return None
@@ -169,7 +170,7 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
 
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
-    """Insert a placeholder for the parameters concatenated along dimension 0, and return it.
+    """Insert a placeholder for the parameters, concatenated along dimension 0, and return the placeholder.
 
     repeats: for each parameter, how often each of its rows is repeated; None for no repetition.
     """
@@ -189,9 +190,9 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Change the placeholder of packed rows, one for each merged linear, to a single row, and return it.
+    """Reduce a placeholder that packs a row for each merged linear to a single row, and return the placeholder.
 
-    Loading fails if the rows are not equal.
+    Loading will fail if the rows are not equal.
     """
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
@@ -201,7 +202,7 @@ def _the_same(placeholder: fx.Node) -> fx.Node:
 
 
 def _packed_name(names: tuple[str, ...]) -> str:
-    """Return the names of parameters as one, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
+    """Return one name for several parameters, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
     split = [name.split(".") for name in names]
     if len({len(parts) for parts in split}) > 1:  # {q_proj,forget_gate.f_a_proj}
         before, after = _num_equal(split), _num_equal([parts[::-1] for parts in split])
@@ -213,5 +214,5 @@ def _packed_name(names: tuple[str, ...]) -> str:
 
 
 def _num_equal(rows: list[list[str]]) -> int:
-    """Return how many items all rows have in common at their beginning."""
+    """Return how many items at the beginning of the rows are equal in all rows. The rows must not all be equal."""
     return next(i for i, column in enumerate(zip_longest(*rows)) if len(set(column)) > 1)

@@ -75,8 +75,9 @@ def choose(
 ) -> Choice:
     """Return the kernel chosen for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
 
-    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers; only
-    then num_multiprocessors is used.
+    capability: the GPU's compute capability. silu_mul: num_rows counts gate and up together. bias: the linear has a
+    bias. dtype: dtype of the results. in_words: the operands are in the layout of hopper_integers.
+    num_multiprocessors: the GPU's; only used with in_words.
     """
     if in_words:
         if num_tokens <= hopper_integers.MOST_TOKENS:
@@ -114,10 +115,10 @@ def choose(
 def describe_kernels(
     capability: tuple[int, int], num_rows: int, k: int, bias: bool, scheme: LinearScheme, dtype: torch.dtype
 ) -> str:
-    """Return text that names the kernels of a linear for few, for many and for thousands of tokens.
+    """Return text that names the kernels of a linear for few, for many and for thousands of tokens, for reports.
 
-    If Hopper's kernel can read the codes in words, they count as such, since the pass reorder_codes stores them in
-    words.
+    See `choose` for the arguments. On Hopper, codes that hopper_integers supports are assumed to be in words: the pass
+    reorder_codes stores them in words.
     """
     in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
     few, many, most = (
@@ -199,9 +200,10 @@ def multiply(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a quantised linear of rounded inputs with bias, silu * up and residual: `launch` after its rounding.
+    """Return a quantised linear of x with bias, silu * up and residual, [T, N] or [T, N / 2], in `dtype`.
 
-    x_TK: codes with the scales inputs_CT; if inputs_CT is None, values that are not rounded. dtype: of the result.
+    This is the part of `launch` that follows rounding. x_TK: codes with the scales inputs_CT; if inputs_CT is None,
+    values that are not rounded.
     """
     kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
     if kernel == HOPPER_CODES:
@@ -297,7 +299,7 @@ def _on_hopper(
 
 
 def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
-    """Return the scales of a linear as kernels take them.
+    """Return the scales of a linear and the sizes of the tiles that share a scale, as kernels take them.
 
     inputs_CT: scales from round_inputs.launch; None if inputs are not rounded.
     """

@@ -43,9 +43,9 @@ def reference(
 
     The steps of small_batch_linear before and after the linear are included; see there for their arguments and order.
     scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
-    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: for
-    static inputs. input_scales_CT: scales of x if x is codes (see round_inputs); the results then have `dtype`, and
-    there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes.
+    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: the
+    scale of static inputs. input_scales_CT: scales of x if x is codes (see round_inputs); the results then have
+    `dtype`, and there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if codes_NK.dtype == torch.int32:
@@ -150,7 +150,8 @@ def gated_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes [T, M] and scales [C, T] of activation(gate) * up, where a linear of codes computes gate and up.
 
-    dtype: of gate, up and the activation. static_1, rounding: how the result is quantised, see round_inputs.
+    x_TK, input_scales_CT: codes and scales of the linear's inputs. codes_NK, scales_RC: codes and scales of its weight.
+    dtype: the dtype of gate, up and the activation. static_1, rounding: how the result is quantised, see round_inputs.
     """
     y_TM = reference(
         *(x_TK, codes_NK, scales_RC, None, None, bias_N, scheme),

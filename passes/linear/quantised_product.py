@@ -119,7 +119,7 @@ def quantised_product_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute a quantised linear, fused with what follows it; see quantised_linear_op.reference.
+    """Compute a quantised linear with the activation and the residual add after it; see quantised_linear_op.reference.
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
@@ -201,7 +201,10 @@ class Tiles:
 
 
 def choose_tiles(num_tokens: int, num_rows: int, is_rounded: bool) -> Tiles:
-    """Return the tile sizes for a linear of `num_tokens` tokens and a weight of `num_rows` rows, by a rule."""
+    """Return the tile sizes for a linear of `num_tokens` tokens and a weight of `num_rows` rows, by a rule.
+
+    is_rounded: the inputs are codes.
+    """
     if num_tokens <= TOKENS_FIRST // 2:
         return Tiles(max(16, next_power_of_2(num_tokens)), 32 if num_rows <= 8192 else 64, 4, 4)
     if num_tokens <= 128 or not is_rounded:
@@ -223,8 +226,8 @@ def launch(
 ) -> torch.Tensor:
     """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
 
-    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of. tiles: None
-    for those of choose_tiles.
+    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: columns per step, from
+    step_of. tiles: if None, those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

@@ -1,4 +1,4 @@
-"""Rounds the inputs of quantised linears, in the kernel that computes the inputs if possible.
+"""Quantises ("rounds") the inputs of quantised linears, in the kernel that computes the inputs if possible.
 
 Such kernels compute an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by a kernel
 of their own. A program handles one row, that of a token.
@@ -6,9 +6,10 @@ of their own. A program handles one row, that of a token.
 Why: with torch's ops, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has
 the row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
 
-Scales are transposed, [C, T], and each row has room for whole tiles of tokens, so kernels load them without a mask.
-Scales that are values of a graph have room for the largest tile. Scales that only pass from one kernel of an op to the
-next have room for the tile of the step: then rows are short, and several rows of few tokens fit a cache line.
+Scales are stored transposed, [C, T]: C scales per token. Each row of scales is padded to whole tiles of tokens, so that
+kernels load scales without a mask. Scales that are nodes of the FX graph are padded to the largest tile size. Scales
+that only pass from one kernel of an op to the next are padded to the tile size for the current number of tokens: with
+few tokens, several rows of scales then fit into one cache line.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def store_rounded(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Quantise columns of a row: write codes from column FIRST on, and unless row_scale is given, the groups' scales.
+    """Write the codes of some columns of a row, and, unless row_scale is given, the scales of these columns' groups.
 
-    x_K: GROUPS * COLUMNS columns in fp32, a power of two; those from K on are not written. COLUMNS: columns of a group,
-        which share a scale.
+    x_K: the values of GROUPS * COLUMNS columns from column FIRST on, in fp32; this number is a power of two. Columns
+        from K on are not written. COLUMNS: columns of a group, which share a scale.
     codes_ptr: [T, K]; scales_ptr: float32 [K / COLUMNS, scale_stride]; token: index of the row.
     static_ptr: the scale of all groups, float32 [1], or None. row_scale: the scale of the whole row, which is already
         stored, or None. With neither, a group's scale is computed from its largest magnitude.
@@ -146,7 +147,7 @@ def round_inputs_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute the input of a linear and round it. Program (token) writes the codes and scales of one row.
+    """Compute the input of a linear and quantise it. Program (token) writes the codes and scales of one row.
 
     The row is x, or activation(gate) * up. Optional steps follow, in this order: an RMSNorm with inner_weight, the
     addition of the residual, an RMSNorm with norm_weight. Intermediate results are rounded as by separate kernels.
@@ -220,10 +221,10 @@ def round_parts_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Round rows without norms like round_inputs_kernel, but in parts of GROUPS * COLUMNS columns. Program (token).
+    """Quantise rows as round_inputs_kernel does, without norms, in parts of GROUPS * COLUMNS columns. Program (token).
 
-    A program with a part at a time needs fewer registers, so that more programs run at once. WHOLE: the row has one
-    scale. Unless the scale is static, it is computed first, and the row is then read again, from a cache.
+    A program that handles one part at a time needs fewer registers, so more programs run at once. WHOLE: the row has
+    one scale. Unless this scale is static, the program reads the row twice: to compute the scale, and to round.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -278,7 +279,7 @@ class Results(NamedTuple):
 
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
-    """Return new tensors for the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
+    """Return new tensors for the codes and the scales of inputs [num_tokens, k]. tile: see empty_scales."""
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
 
@@ -361,11 +362,11 @@ def launch(
     activation: str = "",
     tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the inputs x of a linear, RMSNorm(x) * norm_weight, or activation(gate) * up of the halves of x.
+    """Quantise x, RMSNorm(x) * norm_weight if this weight is given, or activation(gate) * up if an activation is given.
 
-    Returns codes [T, K] and scales [C, T]. They equal those of rounding.round_inputs, except that a static scale is
-    repeated for each token. static_1: float32 [1], or None for scales that follow from the values. tile: see
-    empty_scales.
+    gate and up are the halves of x. Returns codes [T, K] and scales [C, T]. They equal those of rounding.round_inputs,
+    except that a static scale is repeated for each token. static_1: float32 [1], or None for scales that follow from
+    the values. tile: see empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
@@ -446,9 +447,9 @@ def reference(
     norm_wide: bool = False,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the inputs of a linear as `launch` does, but with torch's ops. Returns codes [T, K] and scales [C, T].
+    """Quantise the inputs of a linear as `launch` does, but with torch's ops. Returns codes [T, K] and scales [C, T].
 
-    rounding: the text form of a Rounding.
+    rounding: the text form of a Rounding. See `launch` for the other arguments.
     """
     if activation:
         x_TK = silu_mul.reference(x_TK, activation)
@@ -514,7 +515,10 @@ def sum_reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of x + residual as codes [T, D] and scales [C, T], and x + residual; see residual_rms_norm."""
+    """Return the RMSNorm of x + residual as codes [T, D] and scales [C, T], and x + residual.
+
+    static_1, rounding: see `reference`. For the other arguments see residual_rms_norm.reference.
+    """
     how = eps, offset, wide, inner_weight_D
     normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
     return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD

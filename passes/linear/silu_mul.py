@@ -118,10 +118,10 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return how many results of activations, [T, I], are multiplied by another value.
+    """Return the number of results of activations, [T, I], that are multiplied by another value.
 
-    Products with results of norms, of clamps and of recurrences do not count. Passes on silu(gate) * up expect as many
-    matches in their contracts.
+    Products with the result of a norm, a clamp or a recurrence do not count. The contracts of passes that match
+    silu(gate) * up return this number.
     """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]

@@ -48,7 +48,10 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that weight matrices multiply: merge_linears leaves one linear per value."""
+        """Return the number of values that weight matrices multiply.
+
+        merge_linears leaves one linear, and so one match, per value.
+        """
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -82,9 +85,9 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
     """Fuse each norm that only linears read into these linears, by changing their entries in `linears`.
 
-    A residual sum before the norm is fused into the linear that computes its addend; if no linear does, the sum becomes
-    an addition of its own. A sum whose addend is normed stays as it is. The experts op counts as a linear, and is
-    emitted anew if it changes. Returns a mapping from each value that another node computes now to that node.
+    A residual sum before the norm is fused into the linear that computes the sum's addend; if no linear computes it,
+    the sum becomes a separate addition. A sum whose addend is normed is not changed. The experts op counts as a linear;
+    if the op changes, a new node replaces its node. Returns a mapping: replaced value -> the node that now computes it.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -133,9 +136,10 @@ def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> boo
 def _take_in_norm(
     linears: dict[fx.Node, _Fused], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
-    """Make `user`, a linear or the experts op, compute the norm of its input itself.
+    """Fuse a norm into `user`, a linear or the experts op, whose input is the norm's result.
 
-    norm: the arguments of the op that computes the norm now.
+    This changes the entry of a linear in `linears`, or the node of an experts op, which is added to `changed_experts`.
+    norm: the arguments of the op that computes the norm.
     """
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}
@@ -157,7 +161,7 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """Emit small_batch_linear, or the op for its weight format, in place of a linear and the ops fused with it.
 
-    Returns the new node. new: maps each value that another node computes now to that node.
+    Returns the new node. new: replaced value -> the node that now computes it.
     """
     arguments = {
         "x_TK": new.get(fused.x, fused.x),

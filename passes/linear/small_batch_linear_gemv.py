@@ -29,7 +29,7 @@ def finish(
 ) -> None:
     """Store to `out` a linear's result y, or activation(y) * up, plus the residual, rounded where textbook code rounds.
 
-    y, up: float32. offsets (into out_ptr), mask and residual have their shape.
+    y, up: float32. offsets (into out_ptr), mask and residual have the shape of y.
     SILU_MUL: use `up`. RESIDUAL: add `residual`, which callers load along with the linear's operands if tokens are
         few, to avoid a wait at the end.
     """

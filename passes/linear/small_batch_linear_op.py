@@ -62,9 +62,9 @@ class Tiles:
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
     """Return the tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    silu_mul: num_rows counts gate and up together. The tile sizes are those measured on the device named `device`.
-    Where nothing was measured, and for several tokens in float32, they follow a rule found on an NVIDIA H200, which
-    needs less than 100 KiB of shared memory.
+    silu_mul: num_rows counts gate and up together. The tile sizes are those measured on the device named `device`. If
+    nothing was measured, if `device` is "", and for several tokens in float32, they follow a rule found on an NVIDIA
+    H200. Tiles of this rule need less than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -154,7 +154,7 @@ def launch(
 ) -> torch.Tensor:
     """Return a linear with its norm, activation and residual, [T, M], computed by the kernels; see `reference`.
 
-    Weights must be contiguous. tiles: None for those of choose_tiles. Raises ValueError if K is split and there are
+    Weights must be contiguous. tiles: if None, those of choose_tiles. Raises ValueError if K is split and there are
     more than MAX_TILES tiles.
     """
     if x_TK.stride()[1] != 1:

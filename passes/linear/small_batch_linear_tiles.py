@@ -32,9 +32,9 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Prefetch `num_bytes` bytes from `ptr` on into the L2 cache, by one thread and without waiting.
+    """Prefetch `num_bytes` bytes, starting at `ptr`, into the L2 cache, by one thread and without waiting.
 
-    Both must be multiples of 16.
+    The address and `num_bytes` must be multiples of 16.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -58,9 +58,9 @@ def _ask_for_rows(
     ROWS: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ) -> None:
-    """Prefetch COLUMNS columns from k on, of the weight's rows that weight_rows returns, into the L2 cache.
+    """Prefetch COLUMNS columns, starting at column k, of the rows that weight_rows returns into the L2 cache.
 
-    first: the first output. COLUMNS == K: whole rows, which are contiguous, in one request.
+    first: the first output. If COLUMNS is K, whole rows are prefetched in one request, since they are contiguous.
     """
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
@@ -76,7 +76,7 @@ def _ask_for_rows(
 
 @triton.jit
 def _columns(k: tl.tensor, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """Return column indices from k on: [1, BLOCK_K], or for several groups [GROUPS, 1, BLOCK_K], one block each."""
+    """Return the indices of consecutive columns from k on: [1, BLOCK_K], or [GROUPS, 1, BLOCK_K] for several groups."""
     if GROUPS == 1:
         return (k + tl.arange(0, BLOCK_K))[None, :]
     else:
@@ -92,9 +92,10 @@ def _tile(
     EVEN: tl.constexpr,
     POLICY: tl.constexpr,
 ) -> tl.tensor:
-    """Return [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of rows at row_ptr_R; zeros where mask_R is unset and from K on.
+    """Load a tile [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of the rows at row_ptr_R, and return the tile.
 
-    columns: see _columns. mask_R None: all rows. EVEN: all columns are below K. POLICY: eviction policy of the load.
+    Elements are zero in rows for which mask_R is false, and from column K on. columns: see _columns. mask_R None: load
+    all rows. EVEN: all columns are below K. POLICY: eviction policy of the load.
     """
     if len(columns.shape) == 3:
         row_ptr_R = row_ptr_R[None, :]
@@ -134,7 +135,7 @@ def _product(
     """Return (acc, squares) after a step, which adds W x^T to acc if ROWS_FIRST, otherwise x W^T.
 
     NORM: multiply x by the norm's weight (plus OFFSET) first, and add the row sums of x * x to `squares`; otherwise
-    `squares` stays. x, w, columns: as _tile and _columns return them.
+    `squares` is returned unchanged. x, w, columns: as _tile and _columns return them.
     """
     if NORM:
         wide = x.to(tl.float32)
@@ -155,11 +156,10 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store the partial sums [TOKENS, ROWS] of a split of K.
+    """Store the partial sums [TOKENS, ROWS] of a split of K, and return whether it was the tile's last split to do so.
 
-    Returns whether all other splits of the tile have stored theirs, so that this program must add them up.
-    partial_ptr_TN: pointers to the partial sums of the tile's split 0. counter_ptr: the tile's counter, int32, 0 before
-    and after the launch.
+    If it was, this program must add the partial sums of all splits. partial_ptr_TN: pointers to the partial sums of the
+    tile's split 0. counter_ptr: the tile's counter, int32, 0 before and after the launch.
     """
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()

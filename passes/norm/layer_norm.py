@@ -1,4 +1,4 @@
-"""Replaces a LayerNorm, with the residual add before it if there is one, by one kernel that returns norm and sum.
+"""Replaces a LayerNorm, with the residual add before it if there is one, by one kernel that returns both results.
 
 Why: separately, the add and the norm each read and write the hidden state. Inductor finds the same fusion, but its
 kernel cannot start before the previous kernel has ended, and in small batches this wait is most of its time.
@@ -138,7 +138,7 @@ class LayerNorm(GraphPass):
     name = "layer_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each LayerNorm over hidden states [T, D], whether it is one ATen op or several ops."""
+        """Return the number of LayerNorms over hidden states [T, D], of one ATen op or of several: one match each."""
         native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
         of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
         return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))
@@ -161,7 +161,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the LayerNorm, written as several ops, that this rsqrt belongs to.
+    """Fuse the LayerNorm, written as several ops, that this rsqrt belongs to, and return the replacements.
 
     Returns the reason if the LayerNorm is not recognised, or None if the rsqrt belongs to no LayerNorm over [T, D].
     """

@@ -37,12 +37,12 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """The arguments (eps, offset, wide) of ops with a norm, in the order in which they take them."""
+        """The arguments (eps, offset, wide) of ops with a norm, in the order in which these ops take them."""
         return self.eps, self.offset, self.wide
 
 
 def norm_of(value: object) -> Norm | None:
-    """Return the norm that computes this value; None if none is recognised."""
+    """Return the norm that computes this value; None if the value is not recognised as the result of a norm."""
     found = _match(value)
     return found if isinstance(found, Norm) else None
 
@@ -71,7 +71,7 @@ def _match(value: Any) -> Norm | str | None:
 def _rms_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match an RMSNorm: `product` = weight * scaled and `scaled` = wide * rsqrt; return it, or why it does not match.
+    """Return the RMSNorm with `product` = weight * scaled and `scaled` = wide * rsqrt, or why it is not recognised.
 
     Operands may be cast before they are multiplied. value: `product`, maybe after a cast. wide: x, maybe after a cast.
     """
@@ -98,7 +98,7 @@ def _rms_norm(
 def _layer_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, deviation: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match a LayerNorm without bias, computed in fp32 as in Cohere's code; return it, or why it does not match.
+    """Return a LayerNorm without bias, computed in fp32 as in Cohere's code, or why it is not recognised.
 
     deviation: x - mean(x), maybe after a cast of x. The other arguments are those of `_rms_norm`.
     """
@@ -132,7 +132,7 @@ def _native(norm: fx.Node) -> Norm | str:
 
 
 def rounded(product: fx.Node) -> fx.Node:
-    """Return the dtype conversion of `product`, if that is its only user; otherwise `product` itself."""
+    """Return the only user of `product` if this user is a dtype conversion; otherwise `product` itself."""
     user = only_user(product)
     return user if user is not None and through_cast(user) is product else product
 
@@ -180,7 +180,7 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
     """Yield for each norm over hidden states [T, D] the value that is multiplied by the rsqrt, before a cast to fp32.
 
     Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, whether `norm_of`
-    recognises the norm or not, except in a norm without a weight. None is yielded for an rsqrt that multiplies nothing.
+    recognises the norm or not, unless the norm has no weight. None is yielded for an rsqrt that multiplies nothing.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         if rsqrt.meta["val"].dim() == 2 and not _lacks_weight(rsqrt):
@@ -189,7 +189,7 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
 
 
 def _lacks_weight(rsqrt: fx.Node) -> bool:
-    """Return whether the rsqrt multiplies a value, and nothing multiplies the product, maybe cast."""
+    """Return whether the rsqrt multiplies a value, but the product, or a cast of it, is not multiplied by a weight."""
     products = [user for user in rsqrt.users if is_call(user, aten.mul.Tensor)]
     casts = [user for product in products for user in product.users if through_cast(user) is product]
     users = [user for value in (*products, *casts) for user in value.users]

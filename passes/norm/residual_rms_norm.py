@@ -90,7 +90,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (RMSNorm(x + residual) * (offset + weight), x + residual), [T, D] each.
 
-    inner_weight_D: the weight of an RMSNorm of x before the addition; None: x is added as it is. offset, wide: of both
+    inner_weight_D: the weight of an RMSNorm of x before the addition; None: x is added as it is. offset, wide: for both
     norms, see rms_norm.reference.
     """
     if inner_weight_D is not None:
@@ -149,7 +149,7 @@ class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each RMSNorm whose input is a sum of two hidden states [T, D]."""
+        """Return the number of RMSNorms whose input is a sum of two hidden states [T, D]: one match each."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -157,7 +157,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm that this rsqrt belongs to with the addition before it.
+    """Fuse the RMSNorm that this rsqrt belongs to with the addition before it, and return the replacements.
 
     Returns the reason if the pattern does not match, or None if the rsqrt belongs to no norm of a sum.
     """

@@ -142,9 +142,9 @@ class RMSNorm(GraphPass):
     name = "rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each RMSNorm over hidden states [T, D] that residual_rms_norm does not fuse.
+        """Return the number of RMSNorms over hidden states [T, D] that residual_rms_norm does not fuse: a match each.
 
-        That pass fuses norms of a sum, and norms of an addend of such a sum.
+        residual_rms_norm fuses norms of a sum, and norms of an addend of such a sum.
         """
         scaled = list(scaled_by_roots(graph))
         sums = list(filter(is_sum, scaled))

@@ -146,7 +146,7 @@ def push(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of the all-reduced x plus the residual, and this sum, by one kernel that exchanges rows.
 
-    All ranks call this function together, with the same number of tokens.
+    All ranks call this function together, with the same number of tokens. pushed: the group's push buffer.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
@@ -254,7 +254,8 @@ def push_rounded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the results of `rounded_reference`: codes, scales and the sum. One kernel exchanges the rows.
 
-    All ranks call this function together, with the same number of tokens. Unlike `push`, it never uses `tagged_sum`.
+    All ranks call this function together, with the same number of tokens. Unlike `push`, this function never uses
+    `tagged_sum`.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_tokens, hidden_size = x_TD.shape
@@ -282,7 +283,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each RMSNorm of a sum of two hidden states [T, D] that are not results of norms."""
+        """Return the number of RMSNorms of a sum of two hidden states [T, D] that are not normed: one match each."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 

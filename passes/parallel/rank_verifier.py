@@ -45,9 +45,9 @@ def verify_ranks(
 ) -> int:
     """Check every call of the sharded graph `divided` on every rank, and return the number of all-reduces compared.
 
-    whole: the undivided model's graph. result: the pass's. shards: by parameter name. Token counts are the low and the
-    high end of the range, but at most MOST_TOKENS at the high end. Raises VerificationError that names the first
-    differing value, the number of tokens and the error.
+    whole: the undivided model's graph. result: the result of the pass. shards: parameter name -> its shard. Both ends
+    of the range are checked as token counts, but the high end is at most MOST_TOKENS. Raises VerificationError, which
+    names the first differing value, the number of tokens and the error.
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
@@ -104,8 +104,8 @@ class _Rank:
     def slice(self, node: fx.Node) -> Any:
         """Return a node's value on this rank: this rank's slice of the recorded value of the undivided graph.
 
-        A summand of a sum over ranks is no such slice; it is computed. Raises VerificationError for a node without a
-        counterpart in the undivided graph.
+        If the value is only a summand of a sum over ranks, the rank computes the value instead. Raises
+        VerificationError for a node without a counterpart in the undivided graph.
         """
         if node in self._computed:
             return self.compute(node)
@@ -158,9 +158,9 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of which each rank computes only a summand: a linear with a sharded input, up to its all-reduce.
+    """Return the nodes whose values on a rank are only summands: from a linear with a sharded input to its all-reduce.
 
-    sums: the all-reduces.
+    sums: the all-reduces. They are not returned themselves.
     """
     found: set[fx.Node] = set()
     for node in sums:
@@ -197,8 +197,8 @@ def _packed_values(
 ) -> dict[fx.Node, Shard]:
     """Return the nodes whose values are several sections side by side, each sharded among the ranks, with their shards.
 
-    These are the results of packed linears, other parameters with several sections, and values computed from either in
-    the same size, such as the convolution of a delta net's queries, keys and values.
+    These are the results of packed linears, other parameters with several sections, and values of the same size that
+    are computed from either, such as the convolution of a delta net's queries, keys and values.
     """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}

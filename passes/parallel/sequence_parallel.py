@@ -41,7 +41,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each RMSNorm whose input is a sum of two hidden states [T, D]."""
+        """Return the number of RMSNorms whose input is a sum of two hidden states [T, D]: one match each."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -82,7 +82,7 @@ def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
-    """Return whether only norms in `found` read the sum that a norm also returns, each as its residual.
+    """Return whether the sum that `norm` returns besides the norm is read only by norms in `found`, as their residual.
 
     found: the norms to divide among the ranks -> (x, residual), see `_parts`.
     """

@@ -1,8 +1,8 @@
 """Defines the op of sequence parallelism: all-reduce, residual add and RMSNorm, with tokens divided among the ranks.
 
-Every rank gets the norm of all tokens, but the sum with the residual only for its own tokens; the next such op reads no
-others. If ranks can write to each other's memory, one kernel does all of this: each rank sends its summand of a
-token's row to the rank that owns the token, and the owner sends back the normed row.
+Every rank gets the normed rows of all tokens, but the sums with the residual of its own tokens only. The next op of
+this kind reads no other sums. If ranks can write to each other's memory, one kernel does all of this: each rank sends
+its summand of a token's row to the rank that owns the token, and the owner sends back the normed row.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def launch(
     """Return the norm of the sum over ranks plus the residual, and this sum, [T, D] each, computed on GPUs.
 
     For fewer than LEAST_TOKENS tokens, every rank computes all rows after an all-reduce, and the second result is valid
-    in all rows. Otherwise a rank computes its own rows, and the second result is uninitialised in all others; one
-    kernel does it if the group's push buffer takes x. All ops of a step have the same number of tokens, so a rank owns
-    the same rows in all of them. See `reference`.
+    in all rows. Otherwise a rank computes its own rows, and the second result is uninitialised in all others. One
+    kernel does all of this if x fits into the group's push buffer. All ops of a step have the same number of tokens, so
+    a rank owns the same rows in all of them. See `reference`.
     """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D
@@ -177,6 +177,7 @@ def push(
     """Return the norm of the sum over ranks plus the residual, and this sum, by one kernel on all ranks together.
 
     Rank r owns rows r, r + num_ranks, r + 2 * num_ranks, ... Other rows of the second result are uninitialised.
+    pushed: the group's push buffer. For the other arguments see residual_rms_norm.reference.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)

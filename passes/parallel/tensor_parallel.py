@@ -62,9 +62,10 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each weight sharded along its input dimension, and one for a sharded embedding.
+        """Return the number of weights sharded along their input dimension, plus one if an embedding is sharded.
 
-        The embedding counts only in graphs with token ids as an input, which later pipeline stages lack.
+        Each needs one all-reduce. The embedding counts only in graphs with token ids as an input, which later pipeline
+        stages lack.
         """
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
@@ -84,7 +85,7 @@ class TensorParallel(GraphPass):
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         """Return the node whose value must be all-reduced if `node` is a sharded linear or embedding; otherwise None.
 
-        For a linear with a sharded input it is `node`; for a linear of experts, the sum over experts after it. A
+        For a linear with a sharded input this is `node`; for a linear of experts, the sum over experts after `node`. A
         sharded embedding is replaced by a lookup in this rank's rows, and the lookup is returned.
         """
         product = product_of(node)
@@ -125,7 +126,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert an all-reduce of the node's value, which all users of the node read from then on, and return it."""
+    """Insert an all-reduce of the node's value, and return the new node. All users of `node` then read the new node."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

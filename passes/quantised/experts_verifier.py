@@ -41,7 +41,10 @@ Sizes = tuple[int, int]
 def verify_experts(
     before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
 ) -> int:
-    """Check all replacements and return their number. Raises VerificationError with the matrix and the error."""
+    """Check all replacements of the pass, and return their number. before: the graph before the pass.
+
+    Raises VerificationError, which names the matrix and the error.
+    """
     originals = {node.name: node for node in before.nodes}
     weights = {parameter_of(node).name: by_rows(node) for node in filter(is_parameter, before.nodes)}
     for replacement in result.replacements:
@@ -77,7 +80,7 @@ def verify_experts(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint whose expert matrices are quantised, there or while they are loaded, as one rank reads it."""
+    """A random checkpoint, as one rank reads it. Its expert matrices are quantised, or become so while being loaded."""
 
     quantisation: Quantisation
     weights: Mapping[str, Parameter]  # all weights, by name
@@ -86,7 +89,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, weight: Parameter) -> torch.Tensor:
-        """Return the values, [E, N, K] in fp32, that this rank's codes of a weight must stand for."""
+        """Return the values [E, N, K], in fp32, that this rank's codes of a weight must represent."""
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
             matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
@@ -103,7 +106,7 @@ class _Checkpoint:
         return self._of_rank(self._stacked(weight.name, values), weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return the checkpoint's values of this rank's part of a parameter that is not packed."""
+        """Return this rank's part of a parameter as the checkpoint has it. leaf: a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
             return self._of_rank(self._stacked(name, lambda codes, scales, zeros, shape: codes), leaf.shard)
@@ -133,7 +136,10 @@ class _Checkpoint:
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
     def _rounding(self, name: str) -> Rounding:
-        """Return the rounding of an expert matrix: the rules' for the first projection of the first expert in it."""
+        """Return the rounding of an expert matrix: the one that the rules give the first projection of expert 0.
+
+        Raises VerificationError if no rule names this projection.
+        """
         prefix = name.rpartition(".")[0]
         scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
         if scheme is None:

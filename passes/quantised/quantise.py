@@ -38,10 +38,10 @@ class Quantise(GraphPass):
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each weight matrix that the rules name.
+        """Return the number of weight matrices that the rules name: one match each.
 
-        Two kinds are not counted, since they are decoded while loading: embeddings, and matrices of which the graph
-        reads parts, as in latent attention.
+        Matrices that are decoded while loading are not counted: embeddings, and matrices of which the graph reads
+        parts, as in latent attention.
         """
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
@@ -93,9 +93,9 @@ class Quantise(GraphPass):
 
 
 def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
-    """Return the scheme that the rules give a graph input, a linear's weight matrix.
+    """Return the scheme that the rules give the weight matrix of a linear. node: the matrix, an input of the graph.
 
-    Returns None for another input, for a matrix that no rule names, and for one that cannot stay quantised.
+    Returns None for other inputs of the graph, for a matrix that no rule names, and for one that cannot stay quantised.
     """
     if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
         return None
@@ -114,7 +114,7 @@ def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Return whether an embedding or an index reads rows of the parameter, which tied linears may read too."""
+    """Return whether an embedding or an index reads rows of the parameter. Tied linears may read the parameter, too."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
@@ -184,7 +184,10 @@ def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
 
 
 def shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
-    """Return the shard of a matrix, such as scales, that has an element for each tile of the weight."""
+    """Return the shard of a matrix, such as scales, that has an element for each tile of a weight.
+
+    shard: the shard of the weight. rows, columns: sizes of a tile; 0: all rows or columns.
+    """
     grid = Rounding("", rows, columns).grid(*shard.whole[-2:])
     whole = *shard.whole[:-2], *grid
     if shard.dim is None:

@@ -44,7 +44,7 @@ class QuantiseActivations(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that is multiplied by quantised matrices whose inputs the rules round."""
+        """Return the number of values that quantised matrices multiply, and that the rules round: one match each."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -81,9 +81,10 @@ def _rounded(
     linears: list[fx.Node],
     replacements: list[Replacement],
 ) -> tuple[fx.Node, fx.Node, str]:
-    """Emit the rounding of the value `x`, which `linears` read. Return (codes, scales, where they are computed).
+    """Emit the rounding of the value `x`, which `linears` read. Return (codes, scales, text that says where).
 
-    If the rounding is in the norm of a sum, appends the replacement of the sum to `replacements`.
+    static: the node of a static scale; None: the scales follow from the values. If the norm of a sum computes the
+    codes, the replacement of the sum is appended to `replacements`.
     """
     how: dict[str, Any] = {"static_1": static, "rounding": str(rounding)}
     by = "alone"
@@ -113,7 +114,10 @@ def _rounded(
 def _in_sum(
     graph: fx.Graph, norm: fx.Node, how: dict[str, Any], replacements: list[Replacement]
 ) -> tuple[fx.Node, fx.Node]:
-    """Replace the norm of a sum by the op that also rounds it, and return its codes and scales."""
+    """Replace the norm of a sum by the op that also rounds the norm, and return the codes and the scales.
+
+    how: the op's further arguments. The replacement of the sum is appended to `replacements`.
+    """
     with graph.inserting_before(norm):
         fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)  # type: ignore[index]
     codes, scales, total = _items(graph, fused, 3)

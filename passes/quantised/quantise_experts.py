@@ -1,9 +1,10 @@
 """Keeps the expert matrices that the model's quantisation rules name as codes and scales, decoded in experts' kernels.
 
-Why: with few tokens a mixture of experts costs the read of the experts in use. It is half in 8 and a quarter in four
-bits, and two or four times as many experts fit into memory. The matrices become calls of experts_weight; the pass
-`experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As
-in `quantise`, the pass sees a rank's part of a matrix, and cuts tiles smaller if the part does not end with a tile.
+Why: with few tokens a mixture of experts costs the read of the experts in use. With codes of 8 or four bits this is a
+half or a quarter, and two or four times as many experts fit into memory. The matrices become calls of experts_weight;
+the pass `experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each
+expert. As in `quantise`, the pass sees a rank's part of a matrix, and cuts tiles smaller if the part does not end with
+a tile.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """Keeps expert matrices quantised in textbook models, and in MXFP4 in all models.
+    """Keeps expert matrices quantised: in textbook models for all formats, with transformers' code for MXFP4 alone.
 
-    With transformers' model code, all other codes of experts are decoded while they are loaded.
+    Codes of other formats are decoded while they are loaded.
     """
 
     name = "quantise_experts"
@@ -37,11 +38,11 @@ class QuantiseExperts(GraphPass):
     def __init__(
         self, quantisation: Quantisation, device: torch.device, num_ranks: int = 1, before: fx.Graph | None = None
     ):
-        """Make the pass. before: a copy of the graph, needed by `verify` alone."""
+        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads."""
         self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each expert matrix that the rules name and the kernels support."""
+        """Return the number of expert matrices that the rules name and the kernels support: one match each."""
         return sum(isinstance(self._rounding(node), Rounding) for node in graph.find_nodes(op="placeholder"))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -85,7 +86,10 @@ class QuantiseExperts(GraphPass):
         return scheme.weight if reason is None else f"stays in 16 bits: {reason}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare each matrix, on each rank, with the values of a random checkpoint; see experts_verifier."""
+        """Compare each matrix, on each rank, with the values of a random checkpoint; see experts_verifier.
+
+        Returns the number of matrices compared.
+        """
         from compiled_engine.passes.quantised.experts_verifier import verify_experts
 
         assert self._before is not None

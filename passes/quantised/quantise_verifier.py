@@ -33,7 +33,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 def verify_quantised(
     before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
 ) -> int:
-    """Check all replacements and return their number. Raises VerificationError with the linear and the error."""
+    """Check all replacements of the pass, and return their number. before: the graph before the pass.
+
+    Raises VerificationError, which names the linear and the error.
+    """
     originals = {node.name: node for node in before.nodes}
     weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
     for replacement in result.replacements:
@@ -61,7 +64,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, name: str) -> torch.Tensor:
-        """Return the values, in fp32, that this rank's codes of a weight must stand for."""
+        """Return the values [N, K], in fp32, that this rank's codes of the weight `name` must represent."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]
@@ -80,14 +83,14 @@ class _Checkpoint:
         return self._of_rank(values, self.weights[name].shard)
 
     def columns(self, name: str) -> torch.Tensor:
-        """Return the column of the weight that each column of the codes stands for."""
+        """Return, for each column of the codes, the index of the weight's column that it represents; int32 [K]."""
         return self._random(f"{name} columns", self._whole(name)[1:]).argsort().int()
 
     def input_scale(self, name: str) -> torch.Tensor:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return the checkpoint's values of this rank's part of a parameter that is not packed."""
+        """Return this rank's part of a parameter as the checkpoint has it. leaf: a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
@@ -128,7 +131,7 @@ class _Checkpoint:
 
 
 def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return normally distributed values that depend on the name alone."""
+    """Return normally distributed fp32 values of this shape; the same for the same name and shape."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
@@ -136,7 +139,10 @@ def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> to
 def random_codes(
     name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random codes of a weight of this shape, and scales that span three decades; both follow from the name."""
+    """Return random codes of a weight of this shape, and scales that span three decades.
+
+    Both are the same for the same name, shape and rounding.
+    """
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
     if rounding.format.scales == torch.uint8:
         scales = scales.log2().round().add(127).to(torch.uint8)
@@ -149,7 +155,7 @@ def random_codes(
 
 
 def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device) -> torch.Tensor:
-    """Return zero points that depend on the name alone."""
+    """Return a random zero point, uint8, for each tile of a weight of this shape; the same for the same arguments."""
     most = 2**rounding.format.bits - 1
     values = random_values(f"{name} zeros", rounding.grid(*shape), device)
     return ((values + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
@@ -165,7 +171,10 @@ def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 def values_of_codes(
     codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return the values of codes before they are multiplied by scales, computed from each element's position."""
+    """Return the values of codes before they are multiplied by scales, computed from each element's position.
+
+    zeros: the zero point of each tile; only read for formats that have zero points. shape: [N, K] of the values.
+    """
     if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
@@ -218,9 +227,9 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """Return a rounding whose tiles divide a rank's part of a weight that is quantised while it is loaded.
+    """Return the rounding with tiles cut so that they divide a rank's part of a weight quantised while it is loaded.
 
-    Each rank quantises its own part, so no tile of scales crosses the part's end.
+    Each rank quantises its own part, so no tile may cross the end of the part.
     """
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]
@@ -233,7 +242,10 @@ def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
 
 
 def nearest_integers(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the values rounded to integer codes, with the scale of the smallest squared error for each tile."""
+    """Return the values after rounding to four-bit integers times a scale, in fp32.
+
+    Each tile has the scale with the smallest squared error, of 20 candidates.
+    """
     rows, columns = rounding.grid(*values.shape)
     tiles = torch.arange(rows * columns, device=values.device).view(rows, columns)
     place = at_each_element(tiles, rounding, *values.shape).flatten()
@@ -251,7 +263,7 @@ def nearest_integers(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
-    """Return the weight's scheme, with inputs grouped so that a rank holds whole groups."""
+    """Return the weight's scheme, with groups of inputs that share a scale cut so that a rank holds whole groups."""
     scheme = quantisation.scheme_of(weight.name.removesuffix(".weight"))
     assert scheme is not None
     divides = weight.shard is not None and weight.shard.divides_input
@@ -262,14 +274,18 @@ def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
 
 
 def at_each_element(scales: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return the scale of each element, by its position."""
+    """Return the scale of each element, [num_rows, num_columns], by the element's position. scales: one per tile."""
     rows = torch.arange(num_rows, device=scales.device) // (rounding.rows or num_rows)
     columns = torch.arange(num_columns, device=scales.device) // (rounding.columns or num_columns)
     return scales[rows[:, None], columns[None, :]]
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise values. Return the codes, and the scale of each element, both of the shape of `values`."""
+    """Quantise `values`. Return (codes in the dtype of `rounding`, the scale of each element).
+
+    Both results have the shape of `values`. static: the scale to use, expandable to this shape; None: each tile's scale
+    follows from its largest magnitude.
+    """
     rows, columns = rounding.grid(*values.shape)
     if static is None:
         place = at_each_element(

@@ -1,10 +1,10 @@
-"""Moves the multiplications around a short convolution into its op.
+"""Moves the multiplications before and after a short convolution into the convolution's op.
 
-These multiply its input by a factor and its result by a gate, element by element.
+The first multiplies the convolution's input by a factor, the second its result by a gate, element by element.
 
 Why: each multiplication would be a kernel that reads and writes the whole activation. In a decode step such a kernel
-takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without them, pieces have
-no pointwise op left and need no compilation.
+takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without these
+multiplications, pieces of the graph have no pointwise op left and need no compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each convolution with a multiplication that can move into it."""
+        """Return the number of convolutions with a multiplication that can move into their op: one match each."""
         return sum(isinstance(_match(call), _Match) for call in graph.find_nodes(op="call_function", target=CONV_STATE))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -38,9 +38,9 @@ class _Match(NamedTuple):
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """Return the multiplications around a convolution that can move into its op; None if there are none.
+    """Return the multiplications before and after a convolution if they can move into the convolution's op.
 
-    Returns the reason if there are some that cannot move.
+    Returns None if there are no multiplications, or the reason if there are some that cannot move.
     """
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]

@@ -18,9 +18,9 @@ from compiled_engine.passes.rope import rope_attend, rope_kv_write
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of an ATen graph in which each fused op with a reference function is replaced by its ops.
+    """Return a copy of an ATen graph in which fused ops are decomposed, by their reference functions, into other ops.
 
-    The placeholders keep their sources.
+    Fused ops without a reference function are not decomposed. The placeholders keep their sources (`meta["source"]`).
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
@@ -35,10 +35,10 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
-    """Return a copy of the graph in which rope_kv_write and rope_attend are undone.
+    """Return a copy of the graph in which unfused calls replace rope_kv_write and rope_attend.
 
-    A call of rope_kv_write.reference rotates again, and the attention op writes k and v to the KV cache. A
-    decomposition table cannot do this, since rope_kv_write and the `attend` after it must be replaced together.
+    rope_kv_write.reference norms and rotates, and the attention op writes k and v to the KV cache. A decomposition
+    table cannot do this, since rope_kv_write and the `attend` after it must be replaced together.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
@@ -63,7 +63,7 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
     """Emit a call of rope_kv_write.reference, which norms and rotates q and k, and return [rotated q, rotated k].
 
-    arguments: the fused op's, by name.
+    arguments: the arguments of the fused op, by name.
     """
     rotation = [arguments[name] for name in Rotation._fields]
     both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))

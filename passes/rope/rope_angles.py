@@ -46,7 +46,7 @@ def rope_angles_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write cos and sin of the rotary angles, position times frequency. Program (token) writes those of a token.
+    """Write cos and sin of the rotary angles, position times frequency. Program (token) writes the row of one token.
 
     positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS], or [T, NUM_PAIRS] if PER_TOKEN; cos_ptr, sin_ptr:
     [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with LAYOUT "once". LAYOUT, scale: see `reference`. BLOCK: NUM_PAIRS rounded
@@ -142,7 +142,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each call of cos."""
+        """Return the number of calls of cos: one match each."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -216,7 +216,7 @@ def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
 
 
 def column_of(column: Any) -> fx.Node | None:
-    """Return the vector [T] if the value is its cast and unsqueeze to [T, 1], in either order; otherwise None."""
+    """Return the vector [T] from which a cast and an unsqueeze, in either order, make the value [T, 1]; or None."""
     steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)

@@ -58,7 +58,7 @@ def unfused(
 ) -> None:
     """Norm, rotate, write to the cache and attend as rope_attend does, in two calls: rope_kv_write, then `attention`.
 
-    attention: `attend`, or a function with its arguments that makes the call later, between CUDA graphs.
+    attention: `attend`, or a function with the same arguments that postpones the call, to run between CUDA graphs.
     """
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K

@@ -33,7 +33,7 @@ from compiled_engine.passes.rope.rope_match import Rotated, match_rotation, rota
 
 
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q, k) after their norms, if they have norm weights, and rotation. Rounds after each op as the models do.
+    """Return (q, k), normed if they have norm weights, and rotated. Values are rounded after each op, as in models.
 
     rotation: the fields of Rotation. cos and sin have a value per rotated element, or one per pair of elements that are
     rotated together.

@@ -75,7 +75,7 @@ def match_rotation(value: fx.Node) -> Rotated | str:
 
 
 def _rms_norm(value: fx.Node) -> Norm | str | None:
-    """Return the RMSNorm whose result the value is, or why a value that looks like a norm's result is not recognised.
+    """Return the RMSNorm that computes the value, or why a value that looks like the result of a norm does not match.
 
     Returns None for any other value, and for the result of a LayerNorm.
     """
@@ -122,7 +122,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """Yield matches of a value with x * cos + turned(x) * sin.
+    """Yield each way in which a value matches x * cos + turned(x) * sin.
 
     turned(x), rotate_half in transformers, is (-second, first). first and second are the halves of x, or the two
     elements of each pair of neighbours.
@@ -139,15 +139,15 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
 
 
 def _before_widening(value: fx.Node) -> fx.Node:
-    """Return the input of a cast to fp32; any other value is returned itself.
+    """Return the input of a cast to fp32; return any other value unchanged.
 
-    Matchers call it before and after the swap of the elements, since the cast may be on either side.
+    Matchers call this function before and after the swap of the elements, since the cast may be on either side.
     """
     return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
-    """Yield matches of the concatenation (first * cos - second * sin, second * cos + first * sin).
+    """Yield each way in which a value matches cat(first * cos - second * sin, second * cos + first * sin).
 
     first, second: the halves of x. cos and sin have a value per pair of elements.
     """
@@ -249,7 +249,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 def rotary_attentions(graph: fx.Graph) -> int:
     """Return the number of attention calls whose query is computed from cosines without a linear in between.
 
-    It is the contract of the passes that fuse rotary attention.
+    The passes that fuse rotary attention return this number as their contract.
     """
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 

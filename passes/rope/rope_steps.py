@@ -105,7 +105,7 @@ def normed_pairs(
     """Apply RMSNorm to heads that are given as the first and the second elements of pairs, fp32 [H, P] each.
 
     Returns the normed heads in the same form. Elements beyond HEAD_DIM must be zeros, since they enter the sum of
-    squares. OFFSET, WIDE: see rms_norm.normed. dtype: to which results are rounded.
+    squares. OFFSET, WIDE: see rms_norm.normed. dtype: the dtype of the results.
     """
     squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
     scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]

@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
-# A program mostly waits for memory, so it reads many keys at a time. Registers do not hold all of what it computes,
-# which costs less on an H200 than further turns of the loop, or than more warps.
+# A program mostly waits for memory, so it reads many keys at a time. Some registers are spilled, which costs less on an
+# H200 than more iterations of the loop, or than more warps.
 MOST_KEYS, MOST_ELEMENTS, NUM_WARPS = 256, 16384, 4
 
 
@@ -41,8 +41,8 @@ def cross_attention_kernel(
     """Write the attention of one query to the LENGTH keys of its token's clip; zeros for a negative clip.
 
     Program (token, head). q_ptr, out_ptr: [T, NUM_HEADS, HEAD_DIM]; k_ptr, v_ptr: [clips * LENGTH, NUM_HEADS,
-    HEAD_DIM]; clip_ptr: int32 [T]; all contiguous but q, whose elements of a head are. BLOCK_D: HEAD_DIM rounded up to
-    a power of two. BLOCK_L: keys read at a time.
+    HEAD_DIM]; clip_ptr: int32 [T]. All are contiguous, except that q may have any strides between tokens and between
+    heads. BLOCK_D: HEAD_DIM rounded up to a power of two. BLOCK_L: keys read at a time.
     """
     if DEPENDENT_LAUNCH:
         gdc_wait()

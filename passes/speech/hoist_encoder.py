@@ -1,9 +1,9 @@
 """Cuts the graph of a decoder where values depend on the encoder's result alone: at k and v of each cross-attention.
 
-A trace of transformers' decoder computes them from the encoder's result in every step. They are the same in all steps
-of a request, and for all requests with the same clip. So the graph becomes two callables. One computes the keys and
-values of clips, once a clip. The other, which runs in every step, reads them from kept parameters, in which each clip
-has a slot.
+A trace of transformers' decoder computes k and v from the encoder's result in every step. They are the same in all
+steps of a request, and for all requests with the same clip. So the graph becomes two callables. One computes the keys
+and values of clips, once a clip. The other, which runs in every step, reads them from parameters of role KEPT, in which
+each clip has a slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.framework.verifier import VerificationError, copy_of, difference, run_whole
 from compiled_engine.passes.speech.cross_attention import cross_attention
 
-# The argument of the traced decoder that the cut removes from one callable, and the only one of the other.
+# The decoder's argument with the encoder's result: the only argument of the callable that computes keys and values. The
+# other callable does not have it.
 ENCODED = "encoded_ED"
 KINDS = ("keys", "values")
 
@@ -33,8 +34,8 @@ def cross_parameters(layer: int, num_rows: int, num_heads: int, head_dim: int, d
 class HoistEncoder(GraphPass):
     """Cuts a decoder's graph at the keys and values of cross-attention, and keeps one of the two parts.
 
-    hoists: keep the part that computes keys and values, and return those of all layers in order; otherwise keep the
-    rest, which reads `num_rows` rows of keys and values of each layer.
+    hoists: keep the part that computes keys and values; it returns the keys and values of all layers, in order.
+    Otherwise keep the other part, which reads `num_rows` rows of keys and values of each layer.
     """
 
     name = "hoist_encoder"
@@ -45,7 +46,7 @@ class HoistEncoder(GraphPass):
         self._whole: fx.Graph | None = None  # the graph before the cut
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect two matches, for keys and for values, in each cross-attention."""
+        """Return the number of matches to expect: two per cross-attention, for its keys and for its values."""
         return 2 * len(graph.find_nodes(op="call_function", target=cross_attention))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -72,9 +73,10 @@ class HoistEncoder(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Compare the keys and values of the first part with those of the whole graph, for few tokens.
+        """Compare the keys and values that `graph` computes with those of the graph before the cut, for few tokens.
 
-        The other part reads kept parameters in their place, and is otherwise the whole graph.
+        Returns the number of values compared: 0 for the other part, which only reads keys and values from parameters.
+        Raises VerificationError for a value that differs.
         """
         if not self._hoists or self._whole is None:
             return 0
@@ -97,10 +99,9 @@ class HoistEncoder(GraphPass):
                 call.replace_input_with(value, add_parameter(graph, parameter))
 
     def _is_left(self, placeholder: fx.Node) -> bool:
-        """Return whether the pass removes an argument that no node reads.
+        """Return whether the pass removes this argument if no node reads it.
 
-        These are the step's arguments in the part that computes keys and values, and the encoder's result in the other
-        part.
+        The part that computes keys and values loses the step's arguments, the other part the encoder's result.
         """
         return (source_of(placeholder).name == ENCODED) != self._hoists
 
@@ -124,7 +125,7 @@ def _keep_ancestors(graph: fx.Graph) -> None:
 def _crossings(graph: fx.Graph, encoded: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """Return (value, reader) for each value that depends on `encoded` alone, and whose reader depends on more.
 
-    Parameters, and what is computed from them alone, do not count.
+    Parameters, and values computed from parameters alone, do not count.
     """
     fixed, alone = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:

@@ -107,15 +107,15 @@ def value_layout(keys: int, head_dim: int, warps: int) -> Any:
 
 @gluon.jit
 def column_of(d_D, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the element of a head that column d_D of the results holds."""
+    """Return the index of the head's element that each column d_D of the results holds."""
     return d_D % (8 * WARPS) * (HEAD_DIM // (8 * WARPS)) + d_D // (8 * WARPS)
 
 
 @gluon.jit
 def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return V of a tile of codes in shared memory, float16 [KEYS, HEAD_DIM], not yet scaled.
+    """Return the values (V) of a tile whose codes are in shared memory, float16 [KEYS, HEAD_DIM], not yet scaled.
 
-    It is the right operand of the tensor cores. Its columns are permuted as in `column_of`.
+    The result is laid out as the right operand of the tensor cores. Its columns are permuted as in `column_of`.
     """
     near: gl.constexpr = HEAD_DIM // (8 * WARPS)
     v_ND = halves(v_smem.load(value_layout(KEYS, HEAD_DIM, WARPS)))
@@ -164,7 +164,10 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Start to copy a tile's key and value codes to shared memory, [KEYS, HEAD_DIM] each; zeros from end_key on."""
+    """Start to copy a tile's key and value codes to shared memory, [KEYS, HEAD_DIM] each; zeros from end_key on.
+
+    block_N: the block id of each key. head_cache_ptr: the cache from the K/V head on.
+    """
     n_N = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     slot_N = _slots(first_key, n_N, KEYS, BLOCK_SIZE)
@@ -212,7 +215,10 @@ def _inverse(x):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _stored_scale(x_1D, scale_ptr, writes):  # type: ignore[no-untyped-def]
-    """Return the scale of an int8 head, fp32, and store it if `writes` is set. x_1D: the head, fp32."""
+    """Return the fp32 scale for quantising a head to int8, and store it at scale_ptr if `writes` is set.
+
+    x_1D: the head, fp32.
+    """
     stored = int8_scale(gl.max(gl.max(gl.abs(x_1D), 1), 0))
     gl.store(scale_ptr, stored, mask=writes)
     return wide_scale(stored)
@@ -555,12 +561,14 @@ class CodedPlan:
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
-    """Return splits and tiles for coded_decode_kernel. They depend only on fields of a graph's key and the device.
+    """Return splits and tiles for coded_decode_kernel. They depend only on a CUDA graph's key and on the device.
 
-    max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). With at most
-    one program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit
-    context has room for all its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs,
-    and further if a split would exceed LONG_SPLIT keys.
+    max_seq_len: the host's upper bound of the keys that a request reads. num_sms: multiprocessors of the GPU. scaled:
+    the cache holds scales (int8).
+
+    With at most one program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an
+    unsplit context has room for all its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS
+    programs, and further if a split would exceed LONG_SPLIT keys.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):

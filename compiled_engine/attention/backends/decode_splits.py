@@ -1,6 +1,6 @@
 """Chooses how many programs share the keys of each request in a decode.
 
-Launches are captured in CUDA graphs, so choices depend only on fields of a graph's key and on the device.
+Launches are captured in CUDA graphs, so choices depend only on a graph's key and on the device.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Splits:
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
     """Return the splits for a batch of decodes.
 
-    num_requests: padding included. max_seq_len: the host's upper bound of the keys that a request reads.
+    num_requests: padding included. max_seq_len: the host's upper bound of the keys that a request reads. num_sms:
+    multiprocessors of the GPU.
 
     Without splits there is one program per request and K/V head. If there are at least eight multiprocessors for each
     such program, keys are split until there are two programs per multiprocessor. If there is at least one, keys are
-    split among up to eight small programs, so that the longest context does not delay the step. More programs balance
-    each other, and their keys are only split if contexts may exceed LONG_SPLIT.
+    split among up to eight small programs, so that the longest context does not delay the step. If there are more
+    programs than multiprocessors, the load evens out, and keys are only split if contexts may exceed LONG_SPLIT.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
@@ -62,9 +63,10 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths, ascending, up to which special kernels serve this number of decodes on Hopper.
+    """Return upper bounds of the context length, ascending, at which launches for these decodes change on Hopper.
 
-    These kernels serve few decodes whose keys one program can read, and many decodes whose keys are not split.
+    Kernels for short contexts serve contexts up to the last bound: few decodes if one program can read all keys of a
+    request, and many decodes if their keys are not split. Empty if these kernels never serve that many decodes.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
@@ -77,9 +79,10 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths up to which one kernel, rotation included, serves these decodes over an 8-bit cache.
+    """Return upper bounds of the context length, ascending, for which one kernel serves decodes over an 8-bit cache.
 
-    A program then reads all keys of a request and K/V head, unless short_splits splits them.
+    The kernel also rotates queries and keys. A program reads all keys of a request and K/V head, unless short_splits
+    splits them. Empty if the decodes are too many for this kernel.
     """
     fits = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
     return SHORT_CONTEXTS if fits else ()
@@ -88,7 +91,8 @@ def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tu
 def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
     """Return the splits of decodes with short contexts; None if max_seq_len exceeds all short_contexts.
 
-    A program reads all keys of its request, unless there are so few requests that the longer contexts are split.
+    short_contexts: upper bounds of the context length, ascending. A program reads all keys of its request, except that
+    with up to FEW_REQUESTS requests, contexts longer than the first bound are split.
     """
     if max(short_contexts, default=0) < max_seq_len:
         return None
@@ -100,8 +104,8 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
     """Return the context lengths of `short_contexts` at which launches for requests with drafts change.
 
-    in_one_tile: short_drafts.py can serve the requests, with one tile for all keys, whose size depends on the context.
-    Otherwise launches depend on the shorter contexts only for up to FEW_REQUESTS requests, see short_splits.
+    in_one_tile: whether short_drafts.py can serve the requests. Its single tile holds all keys, so its size depends on
+    the context. Otherwise, launches for shorter contexts differ only for up to FEW_REQUESTS requests, see short_splits.
     """
     few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
     return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
@@ -119,7 +123,7 @@ def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """The properties of a batch that its launches depend on. They follow from a graph's key and the device."""
+    """The properties of a batch that its launches depend on. They follow from a CUDA graph's key and the device."""
 
     num_tokens: int
     num_requests: int
@@ -134,7 +138,8 @@ class BatchFacts:
         """Return the facts of a batch. sizes: AttentionInputs.sizes."""
         num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
-        # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.
+        # Without prompts only these batches are listed. With fewer programs, keys are split evenly; with more, the load
+        # evens out.
         only_decodes = num_decodes == num_requests
         listed = not only_decodes or (query_len == 1 and num_sms < num_heads <= 2 * num_sms)
         min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT

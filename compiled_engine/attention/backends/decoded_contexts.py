@@ -166,7 +166,7 @@ def prefill_sources(
 
 
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
-    """Return the number of blocks of the workspace, and the largest number that the contexts of the prompts may need.
+    """Return (number of blocks of the workspace, largest number of blocks that the prompts' contexts may need).
 
     The workspace has at least one block. So a program runs even without prompts, and writes the numbers of tiles that
     prefill kernels read.
@@ -187,6 +187,7 @@ def decode_contexts(
 ) -> DecodedContexts:
     """Dequantise the contexts of all requests with several queries into a new workspace, if they fit.
 
+    Returns the workspace, and how many tiles of the work list read it: none if the contexts do not fit.
     The workspace has the dtype and device of q_THd. Must be launched before `listed_decode`.
     """
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]

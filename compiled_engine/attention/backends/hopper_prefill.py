@@ -49,7 +49,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 
 
 class Batch(NamedTuple):
-    """The number of items of a launch, and pointers to the tiles of the work list and to the requests' lengths."""
+    """The number of items (see hopper_prefill_kernel), and pointers to the work list's tiles and requests' lengths."""
 
     num_items: Any
     tiles_ptr: Any
@@ -212,7 +212,7 @@ def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the values of a stage from row `end` on, in the box with this row.
+    """Zero the values of a stage from row `end` on, in the box that contains this row.
 
     These values may be uninitialised, and NaN times a weight of zero is NaN. Later boxes are zeros already, see
     OUTSIDE.
@@ -498,9 +498,9 @@ def hopper_prefill(
 ) -> None:
     """Write to out_THd the attention of all requests with several queries.
 
-    Launched after `listed_decode`, with only prefill kernels in between. Only for batches that on_hopper accepts.
-    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of ROWS rows. num_tiles: int32 [1], the
-    number of tiles to compute; None: all.
+    Must be launched after `listed_decode`, with only prefill kernels in between, for a batch that on_hopper accepts.
+    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of ROWS rows; layout: the list's layout.
+    num_sms: multiprocessors of the GPU. num_tiles: int32 [1], the number of tiles to compute; None: all.
     """
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape

@@ -45,10 +45,10 @@ PARTIALS = ("partial_max_ptr", "partial_sum_ptr")
 
 @dataclass(frozen=True)
 class InvariantTiles:
-    """The rows and keys of a tile, and the options with which the kernel is compiled. They follow from the layer.
+    """The rows and keys of a tile, and the options with which the kernel is compiled. They depend only on the layer.
 
-    A row is a query head of a query. In 16 bits a tile has 64 rows for a single query too, since tensor cores of Hopper
-    multiply fewer by another instruction, which may add in another order.
+    A row is one query head of one query. In 16 bits a tile has 64 rows for a single query too, since Hopper's tensor
+    cores multiply fewer rows by another instruction, which may add in another order.
     """
 
     rows: int
@@ -74,7 +74,7 @@ def folded(
     split_sum_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return (acc, max, sum) of some splits, with the next split's acc, max and sum included."""
+    """Return the online softmax's (acc, max, sum) of the splits so far, combined with those of the next split."""
     new_max_M = tl.maximum(max_M, split_max_M)
     before_M = tl.exp2((max_M - new_max_M) * scale_log2)
     added_M = tl.exp2((split_max_M - new_max_M) * scale_log2)
@@ -139,7 +139,7 @@ def invariant_attention_kernel(
     SPLIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute attention. Program (tile, K/V head, part) has TILE_M // GROUP queries of a request.
+    """Compute attention. Program (tile, K/V head, part) computes TILE_M // GROUP queries of a request.
 
     The parts of a tile with a single query take its splits in turn, and store their results in the partial buffers,
     which `fold_splits` adds. If num_splits is 0, or for a tile with several queries, part 0 computes all splits, and

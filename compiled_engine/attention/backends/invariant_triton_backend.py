@@ -15,7 +15,7 @@ from compiled_engine.kernels.launch_arguments import require_dense
 
 
 class InvariantTritonBackend(AttentionBackend):
-    """Attention whose bits for a token depend on its context alone, see invariant_attention. It plans nothing."""
+    """Attention whose bits for a token depend on its context alone, see invariant_attention. `plan` does nothing."""
 
     name = "invariant_triton"
     default_block_size = TRITON.default_block_size

@@ -118,5 +118,5 @@ def _rotating_constants(
 
 
 def rows_of(num_queries: int) -> int:
-    """Return the rows of a tile for this many query heads: a power of two, at least the 16 of a tensor-core product."""
+    """Return the number of rows of a tile for num_queries query heads: a power of two, at least 16 for tensor cores."""
     return max(16, next_power_of_2(num_queries))

@@ -1,4 +1,4 @@
-"""Chooses the attention kernel of a batch, whether its queries are rotated already or not.
+"""Chooses the attention kernel for a batch whose queries are rotated already, or for one whose queries are not.
 
 docs/architecture.md, "Attention kernels", shows the choice as a table.
 """
@@ -64,7 +64,7 @@ class LayerFacts(NamedTuple):
     wide: bool = False  # heads of a size for which no kernel of ROTATING exists
 
     def short_contexts(self, num_requests: int) -> tuple[int, ...]:
-        """Return the context lengths, ascending, up to which special kernels serve this number of requests."""
+        """Return the bounds of short_contexts_of or few_short_contexts; () if the layer has no such kernels."""
         if self.on_hopper:
             return short_contexts_of(num_requests, self.num_kv_heads, self.num_sms)
         if self.on_gpu and is_coded(self.cache_dtype) and not self.wide:
@@ -119,7 +119,7 @@ def choice_of(
     return _choice(inputs.sizes, layer, sliding_window, unrotated)
 
 
-# A choice takes the host longer than finding it again, and the layers of a step need the same few.
+# Choosing takes the host longer than a look-up in the cache, and the layers of a step need few different choices.
 @lru_cache(maxsize=64)
 def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unrotated: bool) -> Choice:
     batch = BatchFacts.of(sizes, layer.num_kv_heads, layer.num_sms)
@@ -127,10 +127,10 @@ def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unro
 
 
 def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:
-    """Return the kernel plan for a batch. It depends only on the fields of a graph's key and the device.
+    """Return the kernel plan for a batch. The plan depends only on the key of a CUDA graph and on the device.
 
-    sliding_window: see Scoring. unrotated: q and k are not rotated yet; if the chosen kernel is not in ROTATING,
-    rotation must be a separate kernel.
+    sliding_window: see Scoring. unrotated: q and k are not rotated yet; if the chosen kernel is not in ROTATING, they
+    must be rotated by a separate kernel first.
     """
     if batch.num_decodes < batch.num_requests:
         return Plan(Kernel.LISTED_DECODE)

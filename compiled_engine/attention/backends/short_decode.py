@@ -127,7 +127,7 @@ def attend_held(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Return the (acc, max, sum) of the queries with a tile of keys included.
+    """Return the online softmax's (acc, max, sum) of the queries, updated with a tile of keys.
 
     k_DN: keys, in registers; v_smem: values, still being copied; seen_MN: mask of the keys that each query sees.
     """
@@ -214,7 +214,10 @@ def attend_ring(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Return the (acc, max, sum) of the queries with all tiles included; copies the tiles after those of fill_ring."""
+    """Return the online softmax's (acc, max, sum) of the queries, updated with all tiles of keys.
+
+    Meanwhile copies the tiles that follow those of fill_ring. block_N: the block ids that fill_ring returned.
+    """
     for tile in range((end_key - first_key + KEYS - 1) // KEYS):
         start = first_key + tile * KEYS
         async_copy.wait_group(STAGES - 2)

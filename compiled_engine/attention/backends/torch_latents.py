@@ -1,6 +1,6 @@
 """Attention over a cache of latent rows in plain torch, the reference for the kernels.
 
-A row [w] is the key of all heads; its first r elements are their value.
+A row has w elements. It is the key of all heads, and its first r elements are the value of all heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend_latents(
 ) -> None:
     """Write causal attention over the rows to `out_THr`, request by request.
 
-    Rows of the batch without tokens in their context get zeros. The inputs must not have keys_ahead_T.
+    Queries of a request with seq_len 0 (padding) get zeros. The inputs must not have keys_ahead_T.
     """
     assert inputs.keys_ahead_T is None
     starts = inputs.query_start_loc_R1.tolist()
@@ -46,7 +46,7 @@ def _rows(cache_N1P1w: torch.Tensor, block_table_B: torch.Tensor, seq_len: int) 
 
 
 def _attend_request(q_QHw: torch.Tensor, row_Lw: torch.Tensor, out_QHr: torch.Tensor, scale: float) -> None:
-    """Write the attention of a request's queries, which are the last of its L positions."""
+    """Write to out_QHr the attention of a request's queries, which are the last of its L positions, over its rows."""
     num_queries, num_heads, width = q_QHw.shape
     latent_Lr, keys_wL = row_Lw[:, : out_QHr.shape[-1]], row_Lw.float().t()
     positions_L = torch.arange(row_Lw.shape[0], device=q_QHw.device)

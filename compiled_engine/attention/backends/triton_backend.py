@@ -1,4 +1,4 @@
-"""The attention backend of the engine's own Triton and Gluon kernels, the default on CUDA."""
+"""The attention backend that launches the engine's own Triton and Gluon kernels, the default on CUDA."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class TritonBackend:
 def _listed_work(
     num_requests: int, max_seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int
 ) -> tuple[PrefillTiles, WorkLayout]:
-    """Return the tiles of a batch's prompts, and the layout of its work list."""
+    """Return the prefill tiles for a batch with a work list, and the layout of that list."""
     tiles = prefill_tiles(head_dim, element_size, max_seq_len)
     return tiles, WorkLayout(num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 

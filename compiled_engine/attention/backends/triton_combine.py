@@ -32,7 +32,7 @@ WIDEST_PART = 256
 class Partials(NamedTuple):
     """Buffers for the partial results of S splits of R rows, float32: acc [R, H, S, d], max and sum [R, H, S].
 
-    acc is not yet divided by the sum, nor max multiplied by scale_log2. All are empty for a single split.
+    acc is not yet divided by sum, and max is not yet multiplied by scale_log2. All three are empty for a single split.
     """
 
     acc: torch.Tensor
@@ -49,7 +49,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def of_rows(cls, out_THd: torch.Tensor, num_rows: int) -> Partials:
-        """Return buffers for rows of single heads: acc [R, d], max and sum [R]."""
+        """Return buffers for R rows that are one query head each: acc [R, d], max and sum [R]."""
         acc = out_THd.new_empty((num_rows, out_THd.shape[2]), dtype=torch.float32)
         return cls(acc, *out_THd.new_empty((2, num_rows), dtype=torch.float32).unbind())
 
@@ -131,7 +131,7 @@ def store_combined(
     """Store the results of the rows of a tile, combined from what `store_partials` stored in this launch.
 
     out_ptrs_M: pointers to the result of each row's head. mask_M: rows to store.
-    partials_M: the index of each row's partial result of the first split; those of the next split follow TILE_M later.
+    partials_M: the index of each row's partial result of the first split; the index of the next split is TILE_M higher.
     sinks_ptr, heads_M: see normalised. TILE_D: elements that are combined together.
     """
     max_M = tl.full([TILE_M], LOWEST, tl.float32)

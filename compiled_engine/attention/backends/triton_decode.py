@@ -61,7 +61,7 @@ class DecodeTiles:
 
 @cache
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
-    """Return tiles for a head size (elements) that is not wide, and an element size (bytes).
+    """Return tiles for a head size (elements, up to 256) and an element size (bytes).
 
     programs: intended number of programs per multiprocessor.
     """
@@ -81,7 +81,7 @@ def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles
 
 @cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
-    """Return the result of decode_tiles for up to 16 rows; for more rows, tiles with more warps or fewer keys."""
+    """Return tiles like decode_tiles, but with more warps or fewer keys if a tile of queries has more than 16 rows."""
     tiles = decode_tiles(head_dim, element_size, programs)
     if rows <= 16:
         return tiles
@@ -96,7 +96,7 @@ def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> D
 def query_options(query_len: int, group: int, head_dim: int, element_size: int, programs: int) -> dict[str, Any]:
     """Return the constants and options of decode_kernel that depend on the tiles.
 
-    See queries_of_tile, decode_tiles, wide_tiles.
+    The arguments are those of queries_of_tile and decode_tiles. See also wide_tiles.
     """
     queries = queries_of_tile(query_len, group, head_dim, element_size)
     rows = rows_of(queries * group)

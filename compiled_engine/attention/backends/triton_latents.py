@@ -1,8 +1,8 @@
 """Triton kernels for a cache of latent rows: storing rows, and attention of all query heads to the same rows.
 
-A row [w] is the key of all heads; its first r elements are their value. The rows of a tile are queries times heads of
-a request, so a tile of row keys is read once for many heads. The keys of requests with one query are split among
-programs; a second kernel combines the results.
+A cached row has w elements. It is the key of all heads, and its first r elements are the value of all heads. The rows
+of a query tile are queries times heads of a request, so a tile of keys is read once for many heads. The keys of
+requests with one query are split among programs; a second kernel combines the results.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def attend_latents_kernel(
         stored_N = keys_N < end_key
         slots_N = blocks_of(table_ptr, keys_N, end_key, BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + keys_N % BLOCK_SIZE
         row_ptr_N = cache_ptr + tl.multiple_of(slots_N * WIDTH, 8)
-        # Slots without a key may hold anything: their weight is zero, but zero times NaN is none.
+        # Slots without a key may hold anything, even NaN. Their weight is zero, but zero times NaN is NaN.
         latent_NR = tl.load(row_ptr_N[:, None] + r_R[None, :], mask=stored_N[:, None] & of_latent_R[None, :], other=0.0)
         rotated_NP = tl.load(
             row_ptr_N[:, None] + LATENT + p_P[None, :], mask=stored_N[:, None] & of_rotated_P[None, :], other=0.0

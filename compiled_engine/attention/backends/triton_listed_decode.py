@@ -206,7 +206,7 @@ def listed_decode(
     """Write to out_THd the attention of all requests with one query, by the splits of the work list.
 
     q_THd, out_THd: [T, H, d], d contiguous. work_W: the list; its `arrived` part is zero before and after the launch.
-    min_keys: as for write_lists.
+    layout: the list's layout. min_keys: as for write_lists. num_sms: multiprocessors of the GPU.
     """
     num_kv_heads = kv_cache_N2PKd.shape[3]
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

@@ -54,8 +54,8 @@ class PackedTiles:
 def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTiles:
     """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    num_tokens: tokens of the batch, which decide whether tiles are small. The number of rows says nothing about the
-    length of texts, because a captured graph has rows for the largest number of requests.
+    num_tokens: tokens of the batch, which decide whether tiles are small. The number of requests says nothing about the
+    length of texts, because a captured graph is padded to the largest number of requests.
     """
     if is_wide(head_dim):
         rows = most_rows(element_size)

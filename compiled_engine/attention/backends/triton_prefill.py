@@ -78,7 +78,7 @@ class KeySplits(NamedTuple):
     def of(
         cls, out_THd: torch.Tensor, layout: WorkLayout, tiles: PrefillTiles, num_sms: int, max_seq_len: int
     ) -> KeySplits | None:
-        """Return the buffers of a batch, or None if its contexts are short or its tiles occupy half of all programs."""
+        """Return buffers for a batch; None if its contexts are short or its tiles occupy over half of all programs."""
         programs = num_sms * tiles.programs
         fewest_items = len(out_THd) // layout.queries * layout.num_kv_heads
         if max_seq_len <= SHORT_CONTEXT or 2 * fewest_items > programs:
@@ -106,7 +106,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 
 
 def fewest_rows(head_dim: int, element_size: int) -> int:
-    """Return the fewest rows of the tiles for these heads, whatever the contexts are."""
+    """Return the smallest number of rows that prefill_tiles chooses for these heads, over all context lengths."""
     return min(prefill_tiles(head_dim, element_size, context).rows for context in (SHORT_CONTEXT, SHORT_CONTEXT + 1))
 
 
@@ -156,7 +156,7 @@ def prefill_kernel(
 
     q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
-    partial_ptr, partial_max_ptr, partial_sum_ptr, min_keys: see KeySplits. Without them, None: no keys are split.
+    partial_ptr, partial_max_ptr, partial_sum_ptr, min_keys: see KeySplits. Pointers None: no keys are split.
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr, keys_ahead_ptr (or None): see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
 
@@ -312,9 +312,10 @@ def prefill(
 ) -> None:
     """Write to out_THd the attention of all requests with several queries.
 
-    Launched after `listed_decode`, with only prefill kernels in between. q_THd, out_THd: [T, H, d], d contiguous.
-    work_W: the work list, with tiles of tiles.rows rows. num_tiles: int32 [1], the number of tiles to compute; None:
-    all. splits: for programs that share the keys of a tile, in memory that `listed_decode` does not use; None: none do.
+    Must be launched after `listed_decode`, with only prefill kernels between. q_THd, out_THd: [T, H, d], d contiguous.
+    work_W: the work list, with tiles of tiles.rows rows; layout: the list's layout. num_sms: multiprocessors of the
+    GPU. num_tiles: int32 [1], the number of tiles to compute; None: all. splits: buffers of programs that share the
+    keys of a tile, not overlapping those of `listed_decode`; None: no keys are shared.
     """
     programs = num_sms * tiles.programs
     if splits is None:

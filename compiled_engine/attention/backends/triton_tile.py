@@ -138,7 +138,10 @@ def head_elements(HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr) -> tuple[tl.tens
 
 @triton.jit
 def head_masks(mask_M: tl.tensor, elements: tl.tuple, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Return which elements exist in each part of the rows in mask_M, [M, D] each. elements: see head_elements."""
+    """Return a mask [M, D] for each part of heads: elements that exist, in the rows of mask_M.
+
+    elements: see head_elements.
+    """
     return [mask_M[:, None] & (d_D[None, :] < HEAD_DIM) for d_D in elements]  # type: ignore[return-value]
 
 
@@ -173,7 +176,7 @@ def store_parts(ptr: tl.tensor, offsets_M1: tl.tensor, parts: tl.tuple, elements
 def load_rows(
     ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
 ) -> tl.tensor:
-    """Return [N, D]: the HEAD_DIM elements from each pointer on; zeros elsewhere and for keys that are not stored.
+    """Load keys or values [N, D]: HEAD_DIM elements from each pointer on; zeros elsewhere, and for keys not stored.
 
     MASKED: some keys of the tile may not be stored; otherwise stored_N is not read.
     """
@@ -204,7 +207,7 @@ def load_parts(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """Return scores, see `scales`, from dot products of queries and keys. scores: the dot products."""
+    """Return the scores (see `scales`) of dot products of queries and keys. scores: the dot products."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores
@@ -295,7 +298,7 @@ def attend_tile(
     TILE_D: tl.constexpr,
     ahead_M: tl.tensor | None = None,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return the (acc, max, sum) of all rows with the keys first_key .. first_key + TILE_N - 1 included.
+    """Return the online softmax's (acc, max, sum) of all rows, updated with TILE_N keys from first_key on.
 
     positions_M: the position of each query. ahead_M: see `seen`.
     end_key: end of the keys that are stored.
@@ -352,7 +355,7 @@ def fold_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return the (acc, max, sum) of a request's queries with its keys first_key .. end_key - 1 included.
+    """Return the online softmax's (acc, max, sum) of a request's queries, updated with keys first_key .. end_key - 1.
 
     positions_M: the position of each query; None: there is one query, which sees all these keys.
     table_ptr: the request's row of the block table. Other arguments are those of attend_tile.
@@ -453,7 +456,7 @@ def normalised(
 ) -> tl.tensor:
     """Return acc divided by the sum of the weights, including that of the head's sink; zeros for rows that saw no key.
 
-    sinks_ptr: [H], see Scoring; None: no sinks. heads_M: the query head of each row.
+    sinks_ptr: [H], see Scoring; None: no sinks. heads_M: the query head of each row. mask_M: rows whose head exists.
     """
     if sinks_ptr is not None:
         sink_M = tl.load(sinks_ptr + heads_M, mask=mask_M, other=0.0).to(tl.float32)

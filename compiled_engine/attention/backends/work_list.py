@@ -35,7 +35,7 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @triton.constexpr_function
 def tile_length(num_kv_heads: int) -> int:
-    """Return the int32 elements of a tile in the list."""
+    """Return the number of int32 elements that a tile takes in the list."""
     return 2 + num_kv_heads
 
 
@@ -74,7 +74,10 @@ class WorkLayout:
 
 @triton.jit
 def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
-    """Return the keys per split: a multiple of GRAIN, or min_keys. The last splits of a request may have no keys."""
+    """Return the number of keys per split: a multiple of GRAIN, or min_keys if that is more.
+
+    The last splits of a request may have no keys.
+    """
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
 
 
@@ -135,7 +138,8 @@ def list_kernel(
 ) -> None:
     """Write the work list. Program `request` writes the splits, tiles and zeroed `arrived` counters of its request.
 
-    It counts the items of all earlier requests to find where its own begin; the last program also writes the totals.
+    A program counts the items of all earlier requests to find where its own items begin; the last program also writes
+    the totals.
 
     query_start_loc_ptr: int32 [R + 1]; seq_lens_ptr: int32 [R]; work_ptr: the list, see the module.
     min_keys: the fewest keys of a split.
@@ -184,7 +188,7 @@ def list_kernel(
 
 
 def write_lists(inputs: AttentionInputs, work_W: torch.Tensor, layout: WorkLayout, min_keys: int) -> None:
-    """Write the work list of a batch to work_W, int32 with at least layout.length(tokens) elements.
+    """Write the work list of a batch to work_W, int32 with at least layout.length(number of tokens) elements.
 
     min_keys: the fewest keys of a split.
     """

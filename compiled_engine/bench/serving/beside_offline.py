@@ -38,13 +38,14 @@ class HttpPlan:
 
 
 def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
-    """Run the plan and return the result. say: called with the result so far after each part, as a later one may fail.
+    """Run the plan and return the result. say: called with the result so far after each part, as later parts may fail.
 
     The keys are benchmark ("http"), workload, repeats, date, machine, versions, model, and
     offline: output_throughput (median, spread) and mixed_step_ms.
-    servers: for each, arguments, output_throughput, its ratio to offline's, the figures of runs as of `bench serve`
-        (repeats, saturated, steady), ttft_p99_by_median and itl_p99_by_mixed_step of the steady run, and wall_s and
-        cpu_s: the repeats' duration and each process's CPU time, warm-up included.
+    servers: for each, arguments, output_throughput, ratio (of output_throughput to offline's), the figures of runs as
+        of `bench serve` (repeats, saturated, steady), and of the steady run ttft_p99_by_median (TTFT's 99th percentile
+        over its median) and itl_p99_by_mixed_step (ITL's 99th percentile over mixed_step_ms). wall_s and cpu_s are the
+        repeats' duration and each process's CPU time, warm-up included.
     ready_s: seconds until offline and server are ready, if a server without further arguments is measured.
 
     Raises ProcessError, and the errors of a load test.
@@ -93,9 +94,9 @@ def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) ->
 def _measure_server(
     plan: HttpPlan, arguments: Sequence[str], started: Ready, beside: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
-    """Measure a server: repeats with all requests at once, then a run at a share of the saturating rate.
+    """Return a server's figures: of repeats with all requests at once, then of a run at a share of the saturating rate.
 
-    beside: the Python API's figures, to which ratios are computed.
+    arguments: the server's further arguments. beside: the Python API's figures, to which ratios are computed.
     """
     generator = random.Random(plan.workload.seed + 1)
     before = started.cpu_s()
@@ -128,7 +129,7 @@ def _measure_server(
 def _load(
     plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
 ) -> LoadPlan:
-    """Return a load plan in which an answer's chunks have token ids, so that tokens without text are counted too."""
+    """Return a load plan for a server at `url`. Chunks of answers have token ids, to count tokens without text too."""
     target = parse_target(url, None, [])
     count = plan.workload.num_requests
     return LoadPlan(

@@ -1,8 +1,8 @@
 """Program of the process that sends a load test's requests and reads the answers.
 
-Nothing else runs in the process, so that its times are reliable. It reads a job as a line of JSON, reports that it is
-ready, and waits for a line with the start time. It then reports how many requests have ended. Finally it writes its
-result, which includes its own delays.
+Nothing else runs in the process, so that its times are reliable. The program reads a job as a line of JSON, reports
+that it is ready, and waits for a line with the start time. During the run it reports how many requests have ended.
+Finally it writes its report, which includes its own delays.
 
 Connections are asyncio protocols with httptools' parser: with thousands of streams, a client library would dominate the
 measurement.
@@ -90,7 +90,7 @@ class AnswerReader:
         self._all_have_ids = True
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse a piece of the body that arrived at `now`."""
+        """Parse a piece of the body that arrived at `now`, by time.monotonic."""
         if len(self._beginning) < KEPT_TEXT:
             self._beginning += data[:KEPT_TEXT]
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -99,7 +99,10 @@ class AnswerReader:
                 self._take(line[5:].strip(), now)
 
     def finish(self, status: int, now: float) -> None:
-        """Complete the record at the end of the answer."""
+        """Complete the record at the end of the answer, at `now` by time.monotonic.
+
+        Records a failure if the HTTP status is not 200, the stream is incomplete, or there is no output.
+        """
         record = self._record
         record.end = now - self._start
         if status != 200:
@@ -166,7 +169,7 @@ class Connection(asyncio.Protocol):
         self._begun = False
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request and return the status of the answer, whose body goes to `on_body`. Raises ConnectionLost."""
+        """Send a request, pass the answer's body to `on_body`, and return the HTTP status. Raises ConnectionLost."""
         self._parser = httptools.HttpResponseParser(self)
         self._on_body, self._begun, self.status = on_body, False, 0
         self._answered = asyncio.get_running_loop().create_future()
@@ -233,10 +236,11 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request over an idle or a new connection, see `Connection.ask`.
+        """Send a request over an idle or a new connection, and return the HTTP status of the answer.
 
-        If the server has closed the idle connection, another one is used. Also raises OSError if no connection can be
-        made.
+        on_body: see `Connection.ask`. If the server has closed an idle connection, another one is used. Raises
+        ConnectionLost if a new connection is lost, or if an idle one is lost after part of the answer has arrived, and
+        OSError if no connection can be made.
         """
         while True:
             connection = await self._take()
@@ -309,7 +313,7 @@ class Sender:
         self._freed = start  # when a slot became free after all were taken
 
     async def run(self) -> Report:
-        """Send each request when it is due; return when all have ended."""
+        """Send each request when it is due. Return the report once all requests have ended."""
         job = self._job
         slots = None if job.concurrency is None else asyncio.Semaphore(job.concurrency)
         watch = asyncio.create_task(self._watch_lag())

@@ -47,7 +47,7 @@ class EmbedWorkload:
 
     @classmethod
     def of(cls, name: str, *, ragged: bool) -> EmbedWorkload:
-        """Parse TEXTSxTOKENS. Raises ValueError for anything else."""
+        """Return the workload that `name` states as TEXTSxTOKENS. Raises ValueError for any other text."""
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
         if found is None:
             raise ValueError(f"workload is {name!r}; allowed: TEXTSxTOKENS, such as {', '.join(WORKLOADS)}")

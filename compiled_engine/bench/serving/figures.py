@@ -27,9 +27,9 @@ LATE_S = 0.02
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """Parse METRIC=MS pairs, separated by commas or spaces, to bounds in ms by metric.
+    """Return bounds in ms by metric, parsed from METRIC=MS pairs that are separated by commas or spaces.
 
-    Raises ValueError that says what is allowed.
+    Raises ValueError, which says what is allowed, for any other text.
     """
     bounds: dict[str, float] = {}
     for part in (part for text in texts for part in text.replace(",", " ").split()):
@@ -48,8 +48,11 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percentiles: Sequence[float]) -> dict[str, Any]:
     """Return the figures of a run. A figure is None if there is nothing to compute it from.
 
+    goodput: bounds of latencies in ms by metric. percentiles: the percentiles of latencies to include.
+
     Latencies are in ms, other times in s. duration_s is the time from the first request to the end of the last answer.
-    goodput counts complete answers whose latencies are within all bounds; a latency that is None is within its bound.
+    The figure goodput counts complete answers whose latencies are within all bounds; a latency that is None is within
+    its bound.
     """
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     whole = [record for record in records if record.error is None]
@@ -89,7 +92,7 @@ def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percenti
 
 
 def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return how busy and late the client was. is_suspect: the client's own limits may have affected the figures."""
+    """Return how busy and late the client was. Key is_suspect: whether the client may have limited the run."""
     lags = np.array([lag for report in reports for lag in report.lags_s] or [0.0])
     late = np.array([each for report in reports for each in report.late_s] or [0.0])
     busy = max((report.cpu_s / report.wall_s for report in reports if report.wall_s > 0), default=0.0)
@@ -105,7 +108,7 @@ def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Return each request with its outcome, in the run's order, without the times of its chunks."""
+    """Return a dict of times, tokens, latencies in ms and error for each request, in the order of the run."""
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     return [
         {
@@ -159,7 +162,10 @@ def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict
 
 
 def _timeline(whole: Sequence[Record], duration: float) -> dict[str, Any]:
-    """Return tokens per second and the number of running requests over time, in TIMELINE_POINTS equal intervals."""
+    """Return tokens per second and the number of running requests over time, in TIMELINE_POINTS equal intervals.
+
+    whole: records of complete answers. duration: of the run, in seconds.
+    """
     if not whole or duration <= 0:
         return {"seconds": [], "output_throughput": [], "concurrency": []}
     width = duration / TIMELINE_POINTS

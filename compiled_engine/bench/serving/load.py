@@ -148,7 +148,7 @@ LEAD_S = 0.05
 
 
 def shared_out(job: Job, processes: int) -> list[Job]:
-    """Divide a job among processes. Requests go to the processes in turn, and concurrency is divided evenly."""
+    """Return a job for each of `processes` processes, which get requests in turn and equal parts of the concurrency."""
     parts = []
     for number in range(processes):
         concurrency = job.concurrency

@@ -64,7 +64,7 @@ class Asked:
 
 
 def make_plan(asked: Asked) -> LoadPlan:
-    """Return the plan for these options. Raises ValueError with the invalid option. The server is queried last."""
+    """Return the plan for these options. Raises ValueError, which names the invalid option. Queries the server last."""
     endpoint = _endpoint(asked.endpoint)
     if not (asked.burstiness > 0 and math.isfinite(asked.burstiness)):
         raise ValueError(f"burstiness is {asked.burstiness}; allowed: above 0")

@@ -36,7 +36,7 @@ class Lengths:
     spread: float = 0.0  # standard deviation of a normal, sigma (natural logarithm) of a lognormal distribution
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Draw `count` lengths from the distribution."""
+        """Return `count` lengths drawn from the distribution."""
         if self.kind == "uniform":
             drawn = generator.integers(self.least, self.most, count, endpoint=True).astype(float)
         elif self.kind == "normal":
@@ -49,7 +49,7 @@ class Lengths:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Parse a distribution of lengths, see FORMS. Raises ValueError with the option, `name`, and what is allowed."""
+    """Parse a number of tokens, or a distribution as in FORMS. Raises ValueError, which names the option `name`."""
     kind, _, rest = text.partition(":")
     error = ValueError(f"{name} is {text!r}; allowed: {ALLOWED}, with LEAST from 1 and at most MOST")
     try:
@@ -164,9 +164,9 @@ def read_dataset(
 def _read_line(
     where: str, text: bytes, decoder: msgspec.json.Decoder[Line], endpoint: Endpoint
 ) -> tuple[Any, int | None]:
-    """Return the prompt in the form that the endpoint takes, and the output length; None if the line has none.
+    """Return (prompt in the form that the endpoint takes, output length or None if the line has none).
 
-    where: the file and line, for errors.
+    where: the file and line, for errors. Raises ValueError for an invalid line.
     """
     try:
         line = decoder.decode(text)
@@ -233,7 +233,10 @@ class Ramp:
 
 
 def parse_rates(texts: Sequence[str]) -> list[Rate]:
-    """Parse rates. Each text has one rate, or several separated by commas. Raises ValueError with what is allowed."""
+    """Parse rates. Each text has one rate, or several separated by commas. Raises ValueError for invalid rates.
+
+    A share is only valid after a rate of inf.
+    """
     rates = [_parse_rate(part.strip()) for text in texts for part in text.split(",")]
     for place, rate in enumerate(rates):
         if rate.is_share and not any(math.isinf(earlier.value) for earlier in rates[:place]):
@@ -242,7 +245,7 @@ def parse_rates(texts: Sequence[str]) -> list[Rate]:
 
 
 def parse_ramp(text: str) -> Ramp:
-    """Parse a ramp such as 1:10 or exponential:1:10, in requests per second. Raises ValueError with what is allowed."""
+    """Parse a ramp such as 1:10 or exponential:1:10, in requests per second. Raises ValueError for any other text."""
     kind, *numbers = text.split(":") if text.startswith("exponential:") else ("linear", *text.split(":"))
     try:
         start, end = (_positive(number) for number in numbers)
@@ -254,7 +257,11 @@ def parse_ramp(text: str) -> Ramp:
 def arrival_times(
     count: int, rate: float, burstiness: float, ramp: Ramp | None, generator: np.random.Generator
 ) -> list[float]:
-    """Return when each request is due, in seconds after the first request. ramp: replaces `rate` unless it is None."""
+    """Return when each request is due, in seconds after the first request.
+
+    rate: requests per second; inf: all at once. ramp: takes the place of `rate` unless None. burstiness: see the
+    module.
+    """
     if ramp is None and math.isinf(rate):
         return [0.0] * count
     places = np.arange(1, count) / max(count - 1, 1)

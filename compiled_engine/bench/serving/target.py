@@ -56,7 +56,7 @@ class Target(msgspec.Struct, frozen=True):
 def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Target:
     """Make a Target from a URL, which may end with /v1, and headers NAME=VALUE.
 
-    Raises ValueError with the invalid option.
+    api_key: sent as a bearer token; None: not sent. Raises ValueError, which names the invalid option.
     """
     error = ValueError(f"url is {url!r}; allowed: http://HOST:PORT or https://HOST:PORT")
     try:
@@ -81,7 +81,7 @@ def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Targe
 
 
 def find_model(target: Target, model: str | None, ready_timeout_s: float) -> tuple[str, int | None]:
-    """Return the model's name, by default the server's first, and its context length, if reported.
+    """Return (the model's name, its context length or None if not reported). model: None for the server's first model.
 
     Waits up to `ready_timeout_s` seconds for the server to answer. Raises ValueError if the server does not answer, or
     if it has no model with this name.

@@ -24,7 +24,10 @@ from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, 
 
 
 def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
-    """Return the parameters that adapters may change, each followed by its adapter slots, as in a compiled model."""
+    """Return the weights that adapters may change, each followed by the tensors with its adapter slots.
+
+    A compiled model has these tensors too.
+    """
     assert config.adapters is not None
     shards, found = shards_of(config), list[Parameter]()
     for name, linear in _linears(model):

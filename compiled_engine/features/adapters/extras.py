@@ -1,4 +1,7 @@
-"""The adapter of a request, in the extras of EngineRequest. The frontend writes it and the plan reads it."""
+"""Stores the LoRA adapter of a request in `EngineRequest.extras`, and reads it from there.
+
+The frontend stores it. The engine core reads it when it plans steps (plan.py).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ class AdapterRef(NamedTuple):
 
 
 def extras_of(adapter: AdapterRef | None) -> dict[str, Any]:
-    """Return the extras of a request with this adapter; {} for None."""
+    """Return the entries for EngineRequest.extras of a request with this adapter; {} for None."""
     return {} if adapter is None else {NAME: adapter}
 
 
 def adapter_of(request: EngineRequest) -> AdapterRef | None:
-    """Return the adapter of a request, if it has one."""
+    """Return the adapter of a request; None if it has none."""
     given = request.extras.get(NAME)
     return None if given is None else AdapterRef(*given)
 

@@ -1,7 +1,8 @@
-"""Plans LoRA adapters: loads them when users name them, and gives them slots while their requests run.
+"""Has the ranks load the LoRA adapters that users name, and assigns slots to the adapters of running requests.
 
-The extras of a NewRequest hold the slot of its adapter. The extras of a SchedulerOutput map slots to the digests of the
-adapters that must be placed there before the step.
+A slot is a place for one adapter in tensors on the device, see slots.py. The extras of a NewRequest hold the slot
+of its adapter. The extras of a SchedulerOutput map slots to the digests of the adapters that must be placed there
+before the step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Adapters(PlanFeature):
             self._call_ranks(ControlCall(f"{NAME}.begin_load", {"path": path, "digest": digest}))
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return False while a rank still reads the adapter, as `begin_load_adapter` asked; otherwise True."""
+        """Return False while a rank still reads an adapter after `begin_load_adapter`; otherwise True."""
         return self._table.is_loaded(digest) or all(
             self._call_ranks(ControlCall(f"{NAME}.has_read", {"digest": digest}))
         )
@@ -52,8 +53,8 @@ class Adapters(PlanFeature):
     def load_adapter(self, path: str, digest: str) -> list[str]:
         """Let the ranks load an adapter into host memory, unless they have it.
 
-        Returns the digests of the adapters that were dropped for it. `digest` must be the digest of the files in the
-        folder. Raises ControlError if it is not, or if the adapter does not fit.
+        Returns the digests of the adapters that were dropped to make room. path: the adapter's folder. digest: the
+        digest of its files. Raises ControlError if the files have another digest, or if the adapter does not fit.
         """
         if self._table.is_loaded(digest):
             return []

@@ -73,7 +73,11 @@ class AdapterSlots:
         rank: int = 0,
         num_ranks: int = 1,
     ):
-        """`parameters` are the model's, slots included. `tensors` are the parameters' tensors by name."""
+        """Find the linears that may be adapted, and their slots. No adapter is loaded.
+
+        parameters: the model's parameters, slots included. tensors: their tensors by name. rank, num_ranks: for tensor
+        parallelism.
+        """
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])
@@ -96,7 +100,7 @@ class AdapterSlots:
             threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
 
     def has_read(self, digest: str) -> bool:
-        """Return False while the thread that `begin_load` has started still reads the adapter."""
+        """Return False while the thread that `begin_load` has started still reads the adapter; otherwise True."""
         return digest not in self._reading or self._reading[digest].done()
 
     def load(self, path: str, digest: str) -> None:
@@ -127,9 +131,9 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Keep only the newest max_cpu_loras adapters that were read but not loaded.
+        """Drop the oldest results of `begin_load` that `load` has not taken; keep the newest max_cpu_loras.
 
-        The requests that wanted the dropped adapters may be over.
+        The requests for which the dropped adapters were read may have ended.
         """
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
@@ -196,8 +200,8 @@ class AdapterSlots:
 def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
     """Return the size in bytes of the largest valid adapter file for linears of these shapes.
 
-    The file has fp32 matrices of rank max_lora_rank for each linear, and the largest weight, since PEFT may save that
-    of the output projection too.
+    The file has fp32 matrices of rank max_lora_rank for each linear. It also has room for the largest weight, since
+    PEFT may save the weight of the output projection too.
     """
     matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
     return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))
@@ -232,7 +236,10 @@ class _HostMemory:
 def _sites(
     config: AdapterConfig, described: Mapping[str, Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, _Site]:
-    """Return the linears that may be adapted, by module name."""
+    """Return the linears that may be adapted, by module name.
+
+    described, tensors: the model's parameters, slots included, and their tensors, both by name.
+    """
     found: dict[str, _Site] = {}
     for parameter in described.values():
         if (weights := site_of(parameter, described)) is None:

@@ -14,7 +14,7 @@ from compiled_engine.rows.row_fields import RowField
 class StepAdapters(StepFeature):
     """Places adapters in slots before a step, and runs steps whose requests have adapters with the adapted forward.
 
-    It serves the control calls of AdapterSlots.
+    The control calls are methods of AdapterSlots.
     """
 
     name = NAME

@@ -26,7 +26,7 @@ GAUGES = ("adapters_loaded", "adapters_in_slots", "adapter_requests_running", "a
 
 
 class AdapterTable:
-    """Tracks loaded adapters and their slots, as a CacheResource: the adapter of a running request has a slot."""
+    """Tracks loaded adapters and their slots. A CacheResource, since a running request's adapter must have a slot."""
 
     kind = "adapter_slots"
 
@@ -76,7 +76,7 @@ class AdapterTable:
                 del self._requests[next(iter(self._requests))]
 
     def end(self, adapter: AdapterRef | None) -> None:
-        """Count the end of a request."""
+        """Count the end of a request. adapter: as in `add`."""
         if adapter is not None:
             self._uses[adapter.digest] -= 1
 

@@ -1,10 +1,10 @@
-"""Plans requests whose rotary angles depend on their length: how they are cached, and when they are computed again.
+"""Plans requests whose rotary angles depend on their length: which share blocks, and which are computed again.
 
-Up to a border, the angles of all requests are equal. Beyond it there are two kinds of angles, see LengthAngles.
-LongRoPE has a second set of frequencies for longer requests: a request that grows over the border is computed again
-with that set, and so is a preempted request. Dynamic NTK scales the frequencies of each token by the length that the
-request had when the token was first computed: that of the prompt, or for an output token its own position. So nothing
-is computed again, and a preempted request gets the same angles.
+Up to a border, a number of tokens, the angles of all requests are equal. Beyond it there are two kinds of angles, see
+LengthAngles. LongRoPE has a second set of frequencies for longer requests: a request that grows over the border is
+computed again with that set, and so is a preempted request. Dynamic NTK scales the frequencies of each token by the
+length that the request had when the token was first computed: the length of the prompt, or for an output token its own
+position. So nothing is computed again, and a preempted request gets the same angles.
 
 A request's prefix root says which angles its keys have, so blocks are only shared between equal angles.
 """
@@ -32,12 +32,15 @@ class AnglesByLength(PlanFeature):
             _set_root(request, request.num_prompt_tokens)
 
     def outgrown(self, request: Request) -> None:
-        """Give the request the angles of all lengths beyond the border."""
+        """Give the request the angles that all requests beyond the border have (LongRoPE)."""
         request.outgrown_at = sys.maxsize
         _set_root(request, self._border + 1)
 
 
 def _set_root(request: Request, length: int) -> None:
-    """Let the request share blocks only with requests whose angles are those of this length."""
+    """Change the request's prefix root, so that blocks are only shared with requests that have the same angles.
+
+    length: the length in tokens that determines the angles.
+    """
     request.prefix_root = hashlib.sha256(request.prefix_root + b"angles %d" % length).digest()
     request.block_hashes.clear()

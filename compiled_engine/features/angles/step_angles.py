@@ -1,4 +1,4 @@
-"""Stores the length that the rotary angles of a request's first tokens assume."""
+"""Stores, for each request, the length in tokens from which the rotary angles of its first tokens are computed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from compiled_engine.passes.layout.layer_inputs import layer_stack
 class EagerImages:
     """The `EagerFeature` that adds the variant IMAGES, whose hooks merge embeddings; other variants run without them.
 
-    With adapters, it adds to the variant that has them, so its feature follows theirs.
+    In an engine with adapters, it extends the variant ADAPTED, so it must come after the feature of adapters.
     """
 
     def __init__(self, config: EngineConfig, images: ImagesConfig) -> None:
@@ -106,14 +106,20 @@ class EagerImages:
         return ids.masked_fill((self._index_T >= 0).view(ids.shape), token_id), *arguments[1:]
 
     def _choose_keys(self, step: Any, has_window: bool, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Let a layer's attention see later keys of images if the layer has a window. step: the model's arguments."""
+        """Let a layer's attention see later keys of the same image, if the layer has a window; otherwise not.
+
+        Does nothing in other variants. step: the model's current arguments, which are changed.
+        """
         if self._index_T is not None:
             step.inputs = replace(step.inputs, keys_ahead_T=self._ahead_T if has_window else None)
 
     def _turn(
         self, angles: nn.Module, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return cos and sin of positions in three dimensions, in the shape and dtype of the module's output."""
+        """Return cos and sin of positions in three dimensions, in the shape and dtype of the module's output.
+
+        Returns None, so that the output stays, unless the variant runs and the model has such positions.
+        """
         if self._deltas_T3 is None:
             return None
         # After the hidden states in transformers' models, which have equal positions three times.

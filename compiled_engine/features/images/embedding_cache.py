@@ -2,9 +2,9 @@
 
 An image's embeddings are found again by its key, so a repeated image runs no vision tower: in another request, in a
 preempted request that returns, or in several completions of one prompt. A request holds an image from the step that
-computes its first position to the one that computes its last. Images that no request holds are evicted, the least
-recently used one first. Steps run in the order of scheduling, so the rows of an evicted image can be written in the
-next step.
+computes the image's first position to the step that computes the image's last one. Images that no request holds are
+evicted, the least recently used one first. Steps run in the order of scheduling, so the rows of an evicted image can be
+written in the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FreeRows:
         self.count = num_rows
 
     def take(self, count: int) -> Runs:
-        """Take `count` rows, the lowest first. Raises RuntimeError if fewer are free."""
+        """Take `count` rows, the lowest first, and return them as runs. Raises RuntimeError if fewer are free."""
         if count > self.count:
             raise RuntimeError(f"{count} rows of embeddings asked for, {self.count} are free")
         self.count -= count
@@ -67,7 +67,10 @@ class CachedImage:
 
 
 class EmbeddingCache:
-    """The rows of embeddings as a FindableResource. A running request holds an image by its index in the request."""
+    """Assigns rows of the buffer of embeddings to images, and tracks which running requests hold them.
+
+    Implements FindableResource. number: index of an image among its request's images.
+    """
 
     kind = "image embeddings"
 
@@ -86,7 +89,7 @@ class EmbeddingCache:
         return self.num_rows - self._free.count
 
     def runs(self, request: Request) -> bool:
-        """Return whether a request runs."""
+        """Return whether a request is running, so that it may hold images."""
         return request in self._held
 
     def holds(self, request: Request, number: int) -> bool:
@@ -94,7 +97,10 @@ class EmbeddingCache:
         return number in self._held[request]
 
     def hold(self, request: Request, number: int, key: str) -> CachedImage | None:
-        """Let a running request hold an image, and return the image; None if the cache does not have it."""
+        """Let a running request hold an image, and return the image; None if the cache does not have the image.
+
+        key: the image's key.
+        """
         image = self._by_key.get(key)
         if image is None:
             return None
@@ -124,7 +130,7 @@ class EmbeddingCache:
         self._unwritten.append(image)
 
     def release(self, request: Request, number: int) -> None:
-        """Let a request no longer hold the image with this index. Does nothing if it does not hold the image."""
+        """Let a request no longer hold its image with this index. Does nothing if the request does not hold it."""
         if (image := self._held.get(request, {}).pop(number, None)) is not None:
             self._release(image)
 

@@ -1,4 +1,8 @@
-"""The images of a request, in the extras of EngineRequest: plain data that the frontend writes and the plan reads."""
+"""The data of images in the extras of messages, as plain data.
+
+The frontend puts a request's images into `EngineRequest.extras`. Planning (plan.py) reads them there, and puts data for
+the device into the extras of NewRequest and SchedulerOutput.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ class RequestImages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowImages(msgspec.Struct, frozen=True, array_like=True):
-    """The images of a request, without pixels. The plan sends them to the device in a NewRequest."""
+    """The images of a request, without pixels. Planning sends them to the runner in a NewRequest."""
 
     runs: tuple[Runs, ...]  # see PromptImage, for each image
     positions: PlainTensor | None = None  # as in RequestImages
@@ -80,30 +84,33 @@ class RowImages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TowerImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image whose embeddings a step computes. The plan sends it to the device in StepImages."""
+    """An image whose embeddings a step computes. Planning sends it to the runner in StepImages."""
 
     rows: Runs  # of its embeddings
     inputs: Mapping[str, PlainTensor]  # see PromptImage
 
 
 class StepImages(msgspec.Struct, frozen=True, array_like=True):
-    """The images whose positions a step computes. The plan sends them to the device in a SchedulerOutput."""
+    """The images whose positions a step computes. Planning sends them to the runner in a SchedulerOutput."""
 
     computed: Sequence[TowerImage]
     placed: Mapping[str, Sequence[tuple[int, Runs]]]  # request -> (number of the image, rows of its embeddings)
 
 
 def images_of(request: EngineRequest) -> RequestImages | None:
-    """Return the images of a request, if it has any."""
+    """Return the images of a request; None if it has none."""
     given = request.extras.get(NAME)
     return None if given is None else msgspec.convert(given, RequestImages)
 
 
 def extras_of(images: Sequence[PromptImage], positions: torch.Tensor | None, offset: int) -> dict[str, Any]:
-    """Return the extras of a request with these images."""
+    """Return the entries for EngineRequest.extras of a request with these images.
+
+    positions, offset: see `positions` and `position_offset` of RequestImages.
+    """
     return {NAME: RequestImages(tuple(images), None if positions is None else PlainTensor.of(positions), offset)}
 
 
 def contents_of(images: Sequence[PromptImage]) -> tuple[Content, ...]:
-    """Return the contents of a request with these images, so that only prompts with the same images share blocks."""
+    """Return EngineRequest.contents for a request with these images: prompts share blocks only if images are equal."""
     return tuple(content for image in images for content in image.contents)

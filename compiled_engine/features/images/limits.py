@@ -1,4 +1,4 @@
-"""Limits of requests with images. The frontend checks them, and so does the plan, which any client may reach."""
+"""Limits of requests with images. The frontend checks them, and planning does again, since any client may reach it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 def check_num_embeddings(name: str, num_embeddings: int, config: ImagesConfig) -> None:
-    """Raise ValueError, beginning with the image's name, unless steps can compute an image of this size."""
+    """Raise ValueError unless steps can compute an image with this many embeddings. name: the image's name."""
     most = min(config.cache_size, config.most_embeddings)
     if not 0 < num_embeddings <= most:
         raise ValueError(f"{name} has {num_embeddings} embeddings; allowed: 1 to {most}")
 
 
 def check_params(name: str, params: SamplingParams, config: ImagesConfig) -> None:
-    """Raise ValueError, beginning with the prompt's name, for parameters that its images rule out."""
+    """Raise ValueError for sampling parameters that a prompt with images must not have. name: the prompt's name."""
     if config.vision.both_ways and params.prompt_logprobs == -1:
         raise ValueError(
             f"{name}: prompt_logprobs is -1, for which a step computes few tokens, and all those of an image belong to"

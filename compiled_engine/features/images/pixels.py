@@ -1,4 +1,4 @@
-"""Pixels that the frontend sends to the plan, once the plan asks for them because a request reaches an image.
+"""Sends pixels from the frontend to planning (plan.py), which asks for them when a request reaches an image.
 
 An image whose embeddings are on the device, or whose positions are in the prefix cache, is not asked for. Pixels come
 in control calls that are small enough to be sent between others. Requests with the same image share its pixels, which
@@ -23,7 +23,7 @@ Piece = tuple[str, str, Sequence[int], bytes]
 
 
 def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[ControlCall]:
-    """Yield the control calls that send the plan the tower's inputs of images. images: the inputs by image key."""
+    """Yield the control calls that send the tower's inputs of images to planning. images: the inputs by image key."""
     for key, inputs in images.items():
         pieces = [
             (name, tensor, start)
@@ -38,7 +38,7 @@ def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[Contro
 
 @dataclass
 class _Pixels:
-    """The pixels of an image that have come so far."""
+    """The pixels of an image that have arrived so far."""
 
     request_id: str  # of the request on whose behalf it is asked for
     num_embeddings: int
@@ -66,7 +66,7 @@ class PixelStore:
         return len(self._images)
 
     def ask(self, request_id: str, key: str, num_embeddings: int, *, now: bool) -> bool:
-        """Ask for the pixels of an image on behalf of a request, unless they were asked for before.
+        """Ask for the pixels of an image on behalf of a request, unless they were asked for before, and return True.
 
         Returns False, without asking, if that would exceed `most_ahead`. now: ask despite the limit.
         """
@@ -87,7 +87,7 @@ class PixelStore:
         return [EngineOutput(request_id, (), extras={ASKS: keys}) for request_id, keys in new.items()]
 
     def has(self, key: str) -> bool:
-        """Return whether all pixels of an image have come."""
+        """Return whether all pixels of an image have arrived."""
         return key in self._images and self._images[key].complete
 
     def give(self, key: str, number: int, count: int, piece: Piece) -> None:
@@ -114,7 +114,7 @@ class PixelStore:
         return {name: PlainTensor(*about[name], _joined(parts)) for name, parts in data.items()}
 
     def drop(self, key: str) -> None:
-        """Drop the pixels of an image, if they are here or asked for."""
+        """Drop the pixels of an image, and no longer ask for them. Does nothing if they were not asked for."""
         if (image := self._images.pop(key, None)) is not None:
             self._ahead -= image.num_embeddings
 

@@ -1,8 +1,8 @@
-"""The plan of images: which step computes which embeddings, and where a request's steps must end for it.
+"""Plans images: decides which step computes which embeddings, and ends a request's share of a step accordingly.
 
 A step computes the positions of an image only if its embeddings are in the cache, or are computed at the step's
 beginning. A step computes a limited number of embeddings, and the cache has a limited number of rows; a request waits
-at the first position of an image that does not fit, or whose pixels have not come. Pixels are sent to the ranks with
+at the first position of an image that does not fit, or whose pixels have not arrived. Pixels are sent to the ranks with
 the step that computes an image's embeddings, and with no other.
 """
 
@@ -149,11 +149,14 @@ class ImagePlan(PlanFeature):
         return self.pixels.take_asks()
 
     def _is_here(self, image: PromptImage) -> bool:
-        """Return whether the cache has an image, or a step can compute it."""
+        """Return whether the cache has an image, or a step can compute it because its pixels have arrived."""
         return self._cache.has(image.key) or bool(image.inputs) or self.pixels.has(image.key)
 
     def _ask(self, request: Request, number: int) -> None:
-        """Ask for the pixels of the request's image with this index, and of its later images."""
+        """Ask for missing pixels of the request's image with index `number` and of its later images.
+
+        Stops at the first image for which PixelStore.ask returns False.
+        """
         runs = request.status is RequestStatus.RUNNING
         for place, image in enumerate(self._images[request][number:]):
             if self._is_here(image):
@@ -163,7 +166,10 @@ class ImagePlan(PlanFeature):
                 return
 
     def _place(self, request: Request, number: int, image: PromptImage) -> bool:
-        """Let a request hold an image, and the step compute it if the cache lacks it. Returns False without room."""
+        """Let a request hold an image, and return True. If the cache lacks the image, the step computes it.
+
+        Returns False, without changes, if there is no room for the image. number: the image's index in the request.
+        """
         if self._cache.holds(request, number):
             return True
         held, count = self._cache.hold(request, number, image.key), image.num_embeddings
@@ -183,7 +189,7 @@ class ImagePlan(PlanFeature):
         return True
 
     def _has_room(self, image: PromptImage) -> bool:
-        """Return whether the cache has an image, or the step may compute it."""
+        """Return whether the cache has an image, or has room for it and the step may compute it."""
         if self._cache.has(image.key):
             return True
         count = image.num_embeddings
@@ -191,7 +197,7 @@ class ImagePlan(PlanFeature):
         return (count <= self._left or self._left == self._config.step_size) and self._cache.can_add(count)
 
     def built(self, builder: StepBuilder) -> None:
-        """Cancel the images that the step would compute, if it is empty."""
+        """Cancel the computation of images if the step has no requests."""
         if builder.is_empty:
             self._cache.unregister([held.place for held, _ in self._computed])
             self._reset()

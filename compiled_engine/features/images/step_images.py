@@ -51,7 +51,7 @@ class _Row:
 
 
 class StepImagesOnDevice(StepFeature):
-    """Runs the vision tower before a step, and steps that compute positions of images in the variant IMAGES.
+    """Runs the vision tower before a step, and chooses the variant IMAGES for steps that compute positions of images.
 
     Each rank has a whole tower. embeddings: the kept parameter of passes/images/merge_embeddings.py.
     """
@@ -75,7 +75,7 @@ class StepImagesOnDevice(StepFeature):
 
     @classmethod
     def of(cls, parts: RunnerParts, images: ImagesConfig) -> StepImagesOnDevice:
-        """Make the feature of a runner, with its tower."""
+        """Make the feature of a runner: compile and load the tower. Raises what Tower raises."""
         most = max(images.step_size, images.most_embeddings)
         tower = Tower(parts.config, images.config, most, parts.group, parts.progress, parts.memory.weights)
         return cls(images, tower, parts.tensors[EMBEDDINGS], parts.states, parts.buffers)
@@ -110,7 +110,10 @@ class StepImagesOnDevice(StepFeature):
         self._images.pop(row, None)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Compute the embeddings of the step's new images, and store the rows of embeddings of its requests' images."""
+        """Compute the embeddings of the step's new images.
+
+        Also records, for each request of the step, which rows of the buffer have the embeddings of its images.
+        """
         if (found := step.extras.get(NAME)) is None:
             return
         given = msgspec.convert(found, StepImages)
@@ -127,7 +130,10 @@ class StepImagesOnDevice(StepFeature):
                 row.index_L[row.positions[number]] = _numbers(rows)
 
     def variant(self, step: SchedulerOutput) -> str:
-        """Return IMAGES if the step computes a position of an image, or with M-RoPE any up to the last image."""
+        """Return IMAGES if the step computes a position of an image, else "".
+
+        With M-RoPE, every position up to the end of a request's last image counts.
+        """
         needed = False
         for request_id, start, count in zip(step.request_ids, step.starts, step.counts, strict=True):
             row = self._images.get(self._states.row(request_id))
@@ -136,7 +142,7 @@ class StepImagesOnDevice(StepFeature):
         return IMAGES if needed else ""
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Write the step tensors of the variant."""
+        """Write the step tensors that the variant IMAGES reads, if the batch runs it."""
         if batch.variant != IMAGES:
             return
         index_T = np.full(batch.padded_tokens, -1, np.int32)

@@ -90,18 +90,20 @@ class Tower:
         return embeddings
 
     def captured_by(self, replay: Callable[[GraphKey, int], torch.Tensor]) -> TowerGraphs | None:
-        """Make the tower's graphs, which `embed` uses from now on; they must be captured before. None: there are none.
+        """Make the tower's graphs and return them; None if the configuration captures no graphs.
 
-        replay: see StepFeature.graphs.
+        `embed` uses the graphs from now on, so they must be captured before its next call. replay: see
+        StepFeature.graphs.
         """
         if self.config.graph.captures:
             self.graphs = TowerGraphs(self.description, self.config, self._forwards, replay)
         return self.graphs
 
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
-        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower.
+        """Check those of a checkpoint's tensors that belong to the tower, and return the result of RankWeights.check.
 
-        After `lose_weights`, the tensors must include those of the tower.
+        Returns None if none belongs to the tower. source: see RankWeights.check. After `lose_weights`, the tensors must
+        include those of the tower.
         """
         model = self._weights.config
         assert model.transformers is not None
@@ -126,7 +128,7 @@ class Tower:
         return num_embeddings(self.description, image)
 
     def _inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
-        """Return the inputs of the forward, all but pixels on the CPU.
+        """Return the inputs of the forward, by name. All but pixels are on the CPU.
 
         Pixels are uploaded image by image, and joined on the device.
         """

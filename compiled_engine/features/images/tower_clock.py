@@ -20,7 +20,7 @@ class TowerClock:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Measure what the current stream, or on a CPU the caller, does inside."""
+        """Measure a `with` block: on a GPU the work that it launches in the current stream, on a CPU its wall time."""
         self._collect()
         if not self._on_gpu:
             begin = time.perf_counter()
@@ -34,7 +34,7 @@ class TowerClock:
         self._running.append(events)
 
     def seconds(self) -> float:
-        """Return the sum over all runs that the device has completed."""
+        """Return the seconds of all runs together that the device has completed."""
         self._collect()
         return self._seconds
 

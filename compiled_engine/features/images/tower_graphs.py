@@ -26,7 +26,7 @@ PURPOSE = "tower"
 
 @dataclass(frozen=True)
 class TowerForwards:
-    """A tower's forward, and one with a layer of each kind, which loads all that the first call needs."""
+    """A tower's forward, and `distinct`, a shorter one with one layer of each kind, which warms up all kernels."""
 
     signature: Signature
     call: Forward
@@ -36,8 +36,9 @@ class TowerForwards:
 class TowerGraphs:
     """A vision tower's forward as a `Capturable`, for the numbers of tokens in config.graph.token_sizes.
 
-    A token is an embedding of a grid, or a tile. Attention is captured too. config: the tower's. replay: replays the
-    graph of a key for a number of tokens, and returns its result.
+    A token here is an embedding of an image's grid, or a tile if the tower divides images into tiles. Attention is
+    captured too. config: the tower's. replay: replays the graph of a key for a number of tokens, and returns its
+    result.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TowerGraphs:
         return next(fitting, None)
 
     def embed(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tower's result for inputs that fit the key's graph, by a replay; rows of padding follow.
+        """Replay the key's graph on inputs that fit it, and return the tower's result, followed by rows of padding.
 
         Does not wait for the device. The result is valid until the next replay of any graph.
         """
@@ -94,7 +95,10 @@ class TowerGraphs:
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """Write one image that takes all tokens of the key. Its pixels are those of the last image. See Capturable."""
+        """Write the inputs of one image that takes all tokens of the key. See Capturable.
+
+        The pixels in the buffer are left as they are.
+        """
         self.write(key, blank_inputs(self._description, self._sizes(key)))
 
     def run(self, key: GraphKey) -> torch.Tensor:

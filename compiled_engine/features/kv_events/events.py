@@ -13,7 +13,7 @@ GPU = "GPU"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of a prefix that can be found from now on."""
+    """Consecutive blocks of a prefix were added to the prefix cache: they can be found from now on."""
 
     block_hashes: list[int]
     parent_block_hash: int | None  # the block before the first; None: the first is a prompt's first
@@ -29,7 +29,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that cannot be found any more."""
+    """Blocks were removed from the prefix cache: they cannot be found any more."""
 
     block_hashes: list[int]
     medium: str | None
@@ -37,7 +37,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """No block can be found any more."""
+    """All blocks were removed from the prefix cache."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

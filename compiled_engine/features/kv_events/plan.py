@@ -33,7 +33,7 @@ KIND = "full_attention"
 
 
 class EventSink(Protocol):
-    """Takes events in order, without waiting."""
+    """Interface of what takes events, such as Publisher. Calls of `publish` do not wait."""
 
     num_batches: int
     num_events: int
@@ -123,7 +123,7 @@ class GroupEvents:
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of each run of consecutive numbers."""
+    """Yield (first, stop) for each run of consecutive numbers: the run is range(first, stop). indices: ascending."""
     first = 0
     for place in range(1, len(indices) + 1):
         if place == len(indices) or indices[place] != indices[place - 1] + 1:
@@ -132,10 +132,11 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def extra_keys(request: Request, first: int, stop: int, block_size: int) -> list[list[str] | None] | None:
-    """Return, for each block `first` to `stop`, the keys that its hash covers besides token ids; None if all have none.
+    """Return the keys that the hash of each block covers besides token ids; None if no block has any.
 
-    The keys of a block are its adapter's name, the keys of the contents that it has a part of, and, in a prompt's
-    first block, a digest that only requests with the same cache salt have. The core does not know the salt itself.
+    The blocks are those from `first` to `stop` - 1. The keys of a block are its adapter's name, the keys of the
+    contents that it has a part of, and, in a prompt's first block, a digest that only requests with the same cache salt
+    have. The core does not know the salt itself.
     """
     adapter, contents = adapter_of(request.asked), request.asked.contents
     root = ROOT if adapter is None else prefix_root(adapter=adapter.digest)

@@ -4,8 +4,8 @@ A message on the PUB socket is (topic, sequence number, batch), with the number 
 msgpack. A subscriber that finds a gap in the numbers sends the first missing one to the ROUTER socket. The answer is
 each kept batch from this number on, as (number, batch), and then the number -1 with an empty batch.
 
-Only the thread here uses the sockets. Neither a slow nor an absent subscriber delays it, as a PUB socket drops the
-messages that a subscriber has no room for.
+Only the publisher's thread uses the sockets. Neither a slow nor an absent subscriber delays it, as a PUB socket drops
+the messages that a subscriber has no room for.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Publisher:
         self._pub.send_multipart((self._topic, numbered, batch))
 
     def _answer(self) -> None:
-        """Send the kept batches that a subscriber asks for."""
+        """Receive a subscriber's request for old batches, and send those that are kept. Logs a malformed request."""
         client, *rest = self._replay.recv_multipart()
         if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
             log.warning("a replay of KV events is asked for with %d frames, not an empty one and 8 bytes", len(rest))

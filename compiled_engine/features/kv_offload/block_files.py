@@ -1,4 +1,4 @@
-"""The files of a rank: one for each block, with the rank's part of the block.
+"""The files of a rank that hold KV cache blocks: one for each block, with the rank's part of the block.
 
 A file has a checksum, the number of bytes, and the bytes. It is written under another name and then renamed, so that a
 process which ends meanwhile leaves no partial file under a block's name. A file that cannot be read, or is not what
@@ -47,7 +47,10 @@ class BlockFiles:
         return True
 
     def read(self, name: str, row: memoryview) -> bool:
-        """Read a block into `row`. Returns whether it has what was written; if not, the file is removed."""
+        """Read a block into `row`, and return whether `row` has the bytes that were written.
+
+        Returns False if there is no file, or if it cannot be read or is damaged; then the file is removed.
+        """
         path = self.path_of(name)
         try:
             with path.open("rb", buffering=0) as file:

@@ -29,5 +29,8 @@ class Arrived(NamedTuple):
 
 
 def copies_before(extras: dict[str, Any]) -> int | None:
-    """Return the number of the save that a step must wait for, since it reuses rows being copied; None for none."""
+    """Return the number of the save after which a step must run, because the step reuses rows that the save copies.
+
+    Returns None if there is no such save. extras: those of the step's SchedulerOutput.
+    """
     return extras.get(NAME)

@@ -1,7 +1,7 @@
-"""The planning part of the files of blocks: which blocks have files, and which of them are removed for others.
+"""Tracks which KV cache blocks have files, and decides which files are removed to make room for others.
 
-Snapshots of recurrent states have files too, under the hash of the block that ends there and a suffix. They are larger
-than blocks, so that a snapshot counts as several.
+Snapshots of recurrent states have files too, named by the hash of the block that ends there and a suffix. A snapshot is
+larger than a block, so it counts as several.
 
 Each model has a folder whose name is a digest of all that keys and values depend on, see resolve/host_blocks.py. In
 it, each replica has a numbered folder, which it locks while it runs, with a folder for each rank. The replicas of a
@@ -25,10 +25,10 @@ STATE_SUFFIX = "-state"  # of the names of snapshots
 
 
 class FileIndex:
-    """The blocks with files, at most `limit`; the least recently used one is removed for another.
+    """The names of blocks that have files, at most `limit`; beyond that, the least recently used ones are removed.
 
-    folder: the model's. most_bytes: limit on the files of all models; when the index is made, files of models that are
-    not running are removed to meet the limit. state_weight: number of blocks that a snapshot counts as.
+    folder: the model's folder. most_bytes: limit on the files of all models; when the index is made, files of models
+    that are not running are removed to meet the limit. state_weight: number of blocks that a snapshot counts as.
     """
 
     def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int, *, state_weight: int = 1) -> None:
@@ -64,7 +64,7 @@ class FileIndex:
         return self._remove_surplus()
 
     def drop(self, name: str) -> None:
-        """Forget a block whose files are not there."""
+        """Forget a block that has no files, if the index has it."""
         if name in self._names:
             del self._names[name]
             self._weight -= self._weight_of(name)
@@ -82,7 +82,10 @@ class FileIndex:
 
 
 def _lock_folder(folder: Path) -> tuple[int, Path]:
-    """Return the first numbered folder that no replica has locked, with the descriptor that holds the lock."""
+    """Lock the first numbered folder within `folder` that no replica has locked; create it if it is missing.
+
+    Returns (descriptor that holds the lock, locked folder). Raises ValueError if the folder cannot be used.
+    """
     number = 0
     while True:
         own = folder / str(number)
@@ -108,7 +111,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _files_of(folder: Path) -> dict[str, tuple[float, Path]]:
-    """Return the time of the last use and the path of each block's file. Partial files are removed."""
+    """Return (time of the last use, path) of each file in a rank's folder, by block name. Removes partial files."""
     found = {}
     for path in folder.glob("*/*"):
         if path.name.endswith(PARTIAL):

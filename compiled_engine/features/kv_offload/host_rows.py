@@ -1,4 +1,4 @@
-"""Rows of one kind on a rank's device, their slots in host memory, and the copies between both.
+"""Copies rows (KV cache blocks, or snapshots of recurrent states) between a rank's device and slots in host memory.
 
 A slot has the rank's part of a row, of every layer. Copies go through a buffer on the device, so that each copy over
 the bus is large.
@@ -22,8 +22,9 @@ STAGING_BYTES = 64 << 20
 class HostRows:
     """Copies rows between the device and host memory.
 
-    tensors: a function that returns the tensors of all layers, each [N, ...], a tensor that layers share once. `stored`
-    and `loaded` count the rows copied to host memory and back.
+    tensors: a function that returns the tensors of all layers, each [N, ...] with N rows; a tensor that layers share is
+    returned once. num_slots: number of rows for which host memory is allocated. `stored` and `loaded` count the rows
+    copied to host memory and back.
     """
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
@@ -58,12 +59,12 @@ class HostRows:
         self._host = PinnedMemory(self._num_slots * self.row_bytes, pinned=self._device.type == "cuda")
 
     def slot(self, slot: int) -> memoryview:
-        """Return the bytes of a slot."""
+        """Return a view of the bytes of a slot in host memory."""
         return self._slots[slot].numpy().data
 
     @torch.inference_mode()
     def copy_out(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy rows to slots, on a GPU in the current stream."""
+        """Copy each row on the device to its slot, on a GPU in the current stream. slots, rows: of equal length."""
         self.stored += len(rows)
         layers = LayerRows(self._tensors())
         for part_slots, part_rows in self._divided(slots, rows):
@@ -75,7 +76,7 @@ class HostRows:
 
     @torch.inference_mode()
     def copy_in(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy slots to rows, on a GPU in the current stream."""
+        """Copy each slot to its row on the device, on a GPU in the current stream. slots, rows: of equal length."""
         self.loaded += len(rows)
         layers = LayerRows(self._tensors())
         for part_slots, part_rows in self._divided(slots, rows):
@@ -86,7 +87,7 @@ class HostRows:
             layers.scatter(indices, staging)
 
     def close(self) -> None:
-        """Give the memory back. No copy may be running."""
+        """Free the host memory and the staging buffer. No copy may be running."""
         if self._host is not None:
             self._host.close()
         self._host = None

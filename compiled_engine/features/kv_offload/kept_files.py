@@ -1,7 +1,8 @@
-"""The planning part of files: which files are being written, and which must be removed.
+"""Tracks the files of KV offload: which files are being written, and which must be removed.
 
-Without a FileIndex there are no files. Once the prefix cache was emptied, files are neither read nor written, as the
-weights may not be those of the checkpoint any more.
+A file is a copy of a row (see kept_rows.py). This module only plans; the ranks read and write the files. Without a
+FileIndex there are no files. Once the prefix cache was emptied, files are neither read nor written, as the weights may
+not be those of the checkpoint any more.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from compiled_engine.features.kv_offload.slots import Slots
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """A slot that is being written to files."""
+    """A write of a slot to a file that has begun. Each rank writes its own part."""
 
     slots: Slots
     slot: int
-    is_there: bool = True  # on all ranks so far
-    num_ranks: int = 0  # that have ended
+    is_there: bool = True  # no rank has failed so far
+    num_ranks: int = 0  # ranks that have finished
 
 
 class KeptFiles:
-    """The files of an engine, by name. `are_used` says whether files are read and written.
+    """Tracks the files of an engine by name.
 
-    `written` counts the files that were written, and `errors` those that could not be written or read.
+    `are_used` says whether files are read and written. `written` counts the files that were written, and `errors` those
+    that could not be written or read. `index` is None for an engine without files.
     """
 
     def __init__(self, index: FileIndex | None) -> None:
@@ -50,7 +52,11 @@ class KeptFiles:
         self._index.use(name)
 
     def begin_write(self, name: str, slots: Slots, slot: int) -> bool:
-        """Return whether a slot must be written to the file `name`. If so, pin the slot until the file is written."""
+        """Begin to write a slot to the file `name`. Return whether a write has begun.
+
+        No write begins if files are not used, or if the file exists or is being written. Otherwise the slot stays
+        pinned until all ranks have finished writing.
+        """
         if self._index is None or not self.are_used or name in self._index or name in self._writes:
             return False
         self._to_remove += self._index.add(name)
@@ -59,7 +65,10 @@ class KeptFiles:
         return True
 
     def end_write(self, name: str, is_there: bool, num_ranks: int) -> None:
-        """Record that one of `num_ranks` ranks has finished writing a file. is_there: the rank has written it."""
+        """Record that one of `num_ranks` ranks has finished writing a file. is_there: the rank has written it.
+
+        After the last rank, the slot is unpinned. If a rank has failed, the file is dropped, see `lose`.
+        """
         write = self._writes[name]
         write.is_there &= is_there
         write.num_ranks += 1
@@ -71,19 +80,22 @@ class KeptFiles:
                 self.lose(name)
 
     def lose(self, name: str) -> None:
-        """Forget a file that a rank could not write or read."""
+        """Drop a file that a rank could not write or read, count an error, and mark the file for removal."""
         assert self._index is not None
         self.errors += 1
         self._index.drop(name)
         self._to_remove.append(name)  # other ranks may have it
 
     def take_removed(self) -> list[str]:
-        """Return the names of files to remove, each once. Files that are being written again are kept."""
+        """Return the names of the files to remove, and clear the list.
+
+        Files that are being written again are left out.
+        """
         removed, self._to_remove = self._to_remove, []
         return [name for name in removed if name not in self._writes]
 
     def stop(self) -> None:
-        """Read and write no more files."""
+        """Stop reading and writing files."""
         self.are_used = False
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The planning part of rows of one kind: which rows have copies in host memory, and which are still to be copied.
+"""Tracks rows of one kind: which rows have copies in host memory, and which are still to be copied there.
 
 A row is a block of the KV cache, or a snapshot of recurrent states. Both are found by the hash of the block that ends
-there. A row is copied to a slot once its contents are written, that is, when a step was processed that was planned
-after the row's registration.
+there. A row is registered while the step that writes its contents is being planned. It may be copied to a slot of host
+memory once that step has been processed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from compiled_engine.features.kv_offload.slots import Slots
 
 
 class KeptRows:
-    """The rows of one kind (BLOCKS or STATES), with `num_slots` slots of host memory.
+    """Tracks the copies of rows of one kind (BLOCKS or STATES) in `num_slots` slots of host memory.
 
-    suffix: ends the names of the rows' files, after the hash. `saved` and `loaded` count copies to host memory and
-    back.
+    suffix: ends the names of the rows' files, after the hash. `saved` and `loaded` count the rows that were copied to
+    host memory and back to the device.
     """
 
     def __init__(self, kind: str, num_slots: int, files: KeptFiles, suffix: str = "") -> None:
@@ -27,7 +27,7 @@ class KeptRows:
         self._files, self._suffix = files, suffix
         # Registered rows that are not copied yet, the oldest first: hash, and number of the step to wait for.
         self._unsaved: dict[int, tuple[bytes, int]] = {}
-        self._leaving: dict[int, int] = {}  # the number of the last save of rows that were not reused since
+        self._leaving: dict[int, int] = {}  # the save that copied a row last, until the row is reused
         self._arriving: set[bytes] = set()  # hashes of rows that are being loaded
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -35,7 +35,7 @@ class KeptRows:
         return block_hash in self.slots or (self._files.are_used and self.name_of(block_hash) in self._files)
 
     def name_of(self, block_hash: bytes) -> str:
-        """Return the name of a row's file."""
+        """Return the name of the file of the row with this hash."""
         return block_hash.hex() + self._suffix
 
     def is_arriving(self, block_hash: bytes) -> bool:
@@ -44,17 +44,23 @@ class KeptRows:
     # Copies to host memory
 
     def registered(self, row: int, block_hash: bytes, step: int) -> None:
-        """Record a row whose contents are written once this step was processed."""
+        """Record a row whose contents `step` writes.
+
+        The row can be copied after that step, unless a slot has the hash already.
+        """
         if self.slots.use(block_hash) is None:
             self._unsaved[row] = block_hash, step
 
     def evicted(self, row: int) -> int:
-        """Record that a row is reused. Returns the number of the save that copied the row last, 0 for none."""
+        """Record that a row is reused for other contents.
+
+        Return the number of the save that copied it last, 0 for none.
+        """
         self._unsaved.pop(row, None)
         return self._leaving.pop(row, 0)
 
     def dropped(self, row: int) -> None:
-        """Record that the contents of a row were not written."""
+        """Record that the contents of a row were not written, so that the row is not copied."""
         self._unsaved.pop(row, None)
 
     def written_by(self, step: int) -> list[int]:
@@ -62,7 +68,11 @@ class KeptRows:
         return [*takewhile(lambda row: self._unsaved[row][1] <= step, self._unsaved)]
 
     def begin_save(self, rows: Sequence[int], number: int) -> Copies:
-        """Return the copies of these rows to slots, in save `number`. Rows for which no slot is left are not copied."""
+        """Assign slots to these rows, and return the copies to make in save `number`.
+
+        Rows whose hash has a slot already, and rows for which no slot is left, are not copied. The copies also name the
+        files to which slots must be written.
+        """
         copies = Copies([], [], [])
         for row in rows:
             block_hash, _ = self._unsaved.pop(row)
@@ -79,7 +89,7 @@ class KeptRows:
         return copies
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Make the slots and files of rows that were used on the device the most recently used ones."""
+        """Mark the slots and files with these hashes as most recently used, since the rows were used on the device."""
         for block_hash in hashes:
             self.slots.use(block_hash)
             if self._files.are_used and (name := self.name_of(block_hash)) in self._files:
@@ -88,9 +98,9 @@ class KeptRows:
     # Copies back
 
     def begin_load(self, hashes: Sequence[bytes]) -> list[tuple[int, str | None]]:
-        """Return a pinned slot for each row, and the name of the file that must be read into the slot.
+        """Pin a slot for each hash. Return the slots, each with the name of the file that must be read into it.
 
-        The name is None if the slot has the row already. If too few slots are free, only the first rows get one.
+        The name is None if the slot has the row already. If too few slots are free, only the first hashes get slots.
         """
         known = [self.slots.use(block_hash) for block_hash in hashes]
         for slot in known:
@@ -112,14 +122,17 @@ class KeptRows:
         return found
 
     def end_load(self, block_hash: bytes, slot: int, *, forget: bool) -> None:
-        """Unpin a slot of `begin_load`. forget: the slot does not have the row."""
+        """End the load of a row: unpin its slot.
+
+        forget: the slot does not have the row's contents, so the hash is dropped.
+        """
         self._arriving.discard(block_hash)
         if forget:
             self.slots.drop(block_hash)
         self.slots.unpin(slot)
 
     def clear(self) -> None:
-        """Forget all rows: the prefix cache was emptied, for example because the weights have changed."""
+        """Forget all rows, since the prefix cache was emptied, for example because the weights have changed."""
         self.slots.clear()
         self._unsaved.clear()
         self._leaving.clear()

@@ -1,4 +1,4 @@
-"""Gathers rows of all layers in a buffer on the same device, and scatters them: on a GPU in one launch."""
+"""Gathers rows of all layers into a buffer on the same device, and scatters them back, on a GPU in one launch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WORD = 8
 
 
 class LayerRows:
-    """Copies rows of tensors, each [N, ...] with contiguous rows, between them and a buffer.
+    """Copies rows of several tensors, each [N, ...] with contiguous rows, to a buffer and back.
 
-    A row of the buffer has the bytes of that row of each tensor, one after the other. They are copied in words of 8
-    bytes if all sizes and addresses allow it. Empty tensors have no part.
+    Row r of the buffer holds the bytes of one row of the first tensor, then those of the same row of the next tensor,
+    and so on. Bytes are copied in words of 8 if all sizes and addresses allow it. Empty tensors are left out.
 
-    triton: whether a Triton kernel copies; None: on CUDA only.
+    triton: whether a Triton kernel makes the copies; None: on CUDA only.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], triton: bool | None = None) -> None:
@@ -37,7 +37,10 @@ class LayerRows:
             self._most_words = max(sizes)
 
     def gather(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy rows to a buffer. rows: int64 [R]. buffer: uint8 [R, bytes of a row of all tensors], contiguous."""
+        """Copy rows of all tensors to a buffer.
+
+        rows: int64 [R]. buffer: uint8 [R, bytes of a row of all tensors], contiguous.
+        """
         if self._table is not None:
             self._launch(self._table, rows, buffer, gathers=True)
             return
@@ -45,7 +48,7 @@ class LayerRows:
             part.copy_(tensor.index_select(0, rows))
 
     def scatter(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy a buffer to rows, which are distinct. For the tensors see `gather`."""
+        """Copy a buffer to rows of all tensors. `rows` must be distinct. For shapes see `gather`."""
         if self._table is not None:
             self._launch(self._table, rows, buffer, gathers=False)
             return

@@ -22,10 +22,10 @@ def copy_rows_kernel(
     GATHERS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Copy TILE words of a row of a layer. Program (row * num_pieces + piece, layer).
+    """Copy up to TILE words of one row of one layer. The program ids are (row * num_pieces + piece, layer).
 
-    layers_ptr: int64 [L, 4]: the address of a layer's first row, the words from one row to the next, the words of a
-        row, and the place of its first word in a row of the buffer.
+    layers_ptr: int64 [L, 4], for each layer: the address of its first row, the words from one row to the next, the
+        words of a row, and the index of its first word in a row of the buffer.
     rows_ptr: int64 [R], the rows to copy. buffer_ptr: uint8 or int64 [R, row_words]; the words have its dtype.
     num_pieces: programs that copy a row of the layer that has most words. GATHERS: whether rows are copied to the
         buffer; otherwise they are copied from it.
@@ -48,7 +48,10 @@ def copy_rows_kernel(
 
 
 def launch(layers: torch.Tensor, rows: torch.Tensor, buffer: torch.Tensor, most_words: int, *, gathers: bool) -> None:
-    """Launch the kernel for all layers. most_words: words in the longest row. See `copy_rows_kernel` for tensors."""
+    """Launch the kernel, which copies rows of all layers to the buffer, or from it unless `gathers`.
+
+    most_words: words in the longest row of a layer. See `copy_rows_kernel` for the tensors.
+    """
     num_pieces = triton.cdiv(most_words, TILE)
     grid = (len(rows) * num_pieces, len(layers))
     copy_rows_kernel[grid](layers, rows, buffer, buffer.shape[1], num_pieces, GATHERS=gathers, TILE=TILE, num_warps=4)

@@ -1,18 +1,19 @@
-"""The planning part of KV offload: which rows are copied to host memory, and which requests wait for copies back.
+"""Plans KV offload: which rows are copied to host memory, and which requests wait for rows to be copied back.
 
-Rows are the blocks of the prefix cache and, with recurrences, the snapshots of states, see kept_rows.py. A step that
-reuses a row whose copy to host memory may still run follows that copy on the device. A row that is reused before it is
-copied is not copied.
+Rows are the blocks of the prefix cache and, with recurrences, the snapshots of states, see kept_rows.py. If a step
+reuses a row whose copy to host memory may still run, the device runs the step after that copy. A row that is reused
+before its copy has begun is not copied.
 
-A request whose prefix has rows in host memory or in files is skipped until they are copied back. Blocks of the KV cache
-are held for them meanwhile, and a slot of a snapshot. Then they can be found like all other rows, and the request is
-admitted. A request waits once per admission; rows that are lost before that are computed again, so that requests cannot
-wait for one another. With recurrences, a prefix ends at a snapshot, and blocks behind it are not copied back.
+A request whose prefix has rows in host memory or in files is not admitted until these rows are copied back. Meanwhile
+blocks of the KV cache, and if needed the slot of a snapshot, are reserved for the copies. Then the prefix cache has the
+rows, and the request is admitted. A request waits once per admission; rows that are evicted before the admission are
+computed again, so that requests cannot wait for one another. With recurrences, a prefix ends at a snapshot, and later
+blocks are not copied back.
 
-With files, each row that is copied to host memory is also written to them, from where it comes back to host memory
-after its slot was given away, or the engine was started again.
+With files, each row that is copied to host memory is also written to a file. The file is read when the row is needed
+after its slot was given to another row, or after the engine was started again.
 
-The ranks make copies when they are told, in the order of control calls, and on a stream of their own.
+Control calls tell the ranks which copies to make. A rank makes them in the order of the calls, on a separate stream.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ GAUGES = (
 LEAST_TOKENS = 256
 # Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
 TOGETHER = 32
-# Time between two looks at copies if there is nothing else to do, in seconds.
+# Seconds between two checks for finished copies while no step is in flight.
 PATIENCE_S = 0.0003
 
 
@@ -63,22 +64,24 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Copies to rows of the device that have begun."""
+    """Copies to a request's rows on the device, which have begun and not ended."""
 
     fill: Fill
-    held: int  # tokens of the request's prefix that need no copies
+    held: int  # tokens of the request's prefix that are on the device already
     blocks: dict[int, Part]  # by index in the prefix
-    state: tuple[int, Part] | None  # with the snapshot's slot on the device
+    state: tuple[int, Part] | None  # the snapshot: its slot on the device, and its row
     failed: set[str] = field(default_factory=set)  # names of files that a rank could not read
-    num_ranks: int = 0  # that have ended
-    is_stale: bool = False  # the prefix cache was emptied since
+    num_ranks: int = 0  # ranks that have finished
+    is_stale: bool = False  # the prefix cache was emptied after the load had begun
 
 
 class HostBlocks(PlanFeature):
-    """Plans the copies of an engine with `num_slots` slots for blocks. It is a BlockWatcher and a PlaceWatcher.
+    """Plans the copies between the device and `num_slots` slots for blocks in host memory.
 
-    call_ranks: Executor.call. files: the files of rows; None: no files. snapshots: the snapshots of the prefix cache,
-    with `num_state_slots` slots of host memory; None: the model has no recurrences.
+    Implements BlockWatcher and PlaceWatcher. call_ranks: Executor.call. files: the index of the rows' files; None: no
+    files. snapshots: the snapshots of the prefix cache, with `num_state_slots` slots of host memory; None: the model
+    has no recurrences. least_tokens: rows are copied back only if this saves computing at least so many tokens.
+    together: number of blocks that are saved together while steps are in flight.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class HostBlocks(PlanFeature):
             self._tell(OPEN_FILES, folder=str(files.folder))
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Watch the group of blocks, of which there is at most one. Requests hold no slots: return no resource."""
+        """Watch the group of blocks, if there is one. Return no resource, since requests hold no slots."""
         for group in groups:
             self._group = group
             group.watch(self)
@@ -135,7 +138,7 @@ class HostBlocks(PlanFeature):
         self._blocks.dropped(block)
 
     def cleared(self) -> None:
-        """Free all slots, and use no files from now on, since the weights may have changed."""
+        """Forget all rows in host memory, and use no files from now on, since the weights may have changed."""
         for kept in self._kinds:
             kept.clear()
         self._follows = self._num_saves  # `evicted` is not called for rows that cannot be found
@@ -196,7 +199,10 @@ class HostBlocks(PlanFeature):
     # Copies back
 
     def may_start(self, request: Request) -> bool:
-        """Let a request wait for the part of its prefix that is not on the device, if that part is long enough."""
+        """Return whether a request may be admitted. If not, it waits for rows of its prefix to be copied to the device.
+
+        Begins that load if it saves computing at least `least_tokens` tokens and the KV cache has room for the request.
+        """
         group = self._group
         if group is None or request.computes_every_token or request in self._has_waited:
             return all(load.fill.request is not request for load in self._loads.values())
@@ -219,9 +225,11 @@ class HostBlocks(PlanFeature):
         return not self._load(request, held, hashes[:count], missing, state)
 
     def _kept_prefix(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Return the number of leading blocks in the KV cache, host memory or files, and the indices of missing blocks.
+        """Return how many leading blocks of a prefix are stored anywhere, and the indices of those to load.
 
-        Missing blocks are not in the KV cache. With recurrences, the blocks end at a snapshot in any of these places.
+        hashes: of the prefix's blocks. A block may be stored in the KV cache, in host memory or in a file; it must be
+        loaded if it is not in the KV cache. With recurrences, the last of the leading blocks must have a stored
+        snapshot.
         """
         assert self._group is not None
         count, missing = len(hashes), []
@@ -248,7 +256,11 @@ class HostBlocks(PlanFeature):
     def _load(
         self, request: Request, held: int, hashes: Sequence[bytes], missing: Sequence[int], state: bytes | None
     ) -> bool:
-        """Begin to load blocks, by index in the prefix, and a snapshot. Returns whether anything is loaded."""
+        """Begin to copy rows of a request's prefix to the device. Return whether a load has begun.
+
+        held: tokens of the prefix that are on the device. hashes: of the prefix's blocks. missing: indices in `hashes`
+        of the blocks to load. state: hash of the snapshot to load; None for none.
+        """
         assert self._group is not None
         if self._files.is_writing:
             self._look()
@@ -298,7 +310,7 @@ class HostBlocks(PlanFeature):
         return any_arrived
 
     def _look(self) -> None:
-        """Process the loads and writes that the ranks have finished."""
+        """Ask the ranks which loads and file writes have finished, and process these."""
         for arrived in (ranks := self._tell(ARRIVED)):
             loads, written = arrived
             for number, failed in loads:
@@ -324,7 +336,7 @@ class HostBlocks(PlanFeature):
         self._any_arrived = True
 
     def _end_part(self, kept: KeptRows, load: Load, part: Part) -> bool:
-        """Record that the copy of a row has ended. Returns whether the row on the device has the contents."""
+        """Record that the copy of a row has ended. Return whether the row on the device has valid contents."""
         has_failed = part.name in load.failed
         if has_failed and part.name is not None:
             self._files.lose(part.name)
@@ -373,7 +385,7 @@ class HostBlocks(PlanFeature):
         self._files.close()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the slots are inconsistent."""
+        """Raise RuntimeError if the slots of host memory are inconsistent."""
         for kept in self._kinds:
             kept.slots.check_integrity()
 

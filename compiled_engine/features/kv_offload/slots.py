@@ -1,4 +1,4 @@
-"""The slots of host memory: the block hash of each slot, and whether the slot may be given to another block."""
+"""Tracks the slots of host memory: which block hash each slot has, and which slots may be given to another hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections import Counter, OrderedDict
 
 
 class Slots:
-    """A table of `count` slots. The least recently used slot that is not pinned is given away."""
+    """Assigns `count` slots to block hashes. If none is free, the least recently used unpinned slot is reassigned.
+
+    Raises ValueError if `count` is less than 1.
+    """
 
     def __init__(self, count: int) -> None:
         if count < 1:
@@ -24,14 +27,14 @@ class Slots:
         return block_hash in self._slots
 
     def use(self, block_hash: bytes) -> int | None:
-        """Return the slot with this hash, now the most recently used one; None if there is none."""
+        """Mark the slot with this hash as the most recently used one. Return it, or None if no slot has the hash."""
         if block_hash not in self._slots:
             return None
         self._slots.move_to_end(block_hash)
         return self._slots[block_hash]
 
     def take(self, block_hash: bytes) -> int | None:
-        """Assign a slot to a new hash and return the slot; None if all slots are pinned."""
+        """Assign a slot to a new hash. Return the slot, or None if all slots are pinned."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -43,7 +46,7 @@ class Slots:
         return slot
 
     def pin(self, slot: int) -> None:
-        """Keep a slot from being given to another block until `unpin` was called as often as `pin`."""
+        """Keep a slot from being given to another hash until `unpin` was called as often as `pin`."""
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
@@ -55,7 +58,7 @@ class Slots:
                 self._free.append(slot)
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget the contents under this hash, if there are any."""
+        """Forget this hash. If a slot has the hash, the slot becomes free once it is not pinned."""
         if (slot := self._slots.pop(block_hash, None)) is None:
             return
         if slot in self._pins:

@@ -1,8 +1,9 @@
-"""KV offload on a rank: launches the copies of rows of all kinds, and has files read and written.
+"""Makes the copies of KV offload on a rank, for rows of all kinds, and reads and writes the files.
 
-On a GPU, copies run on a stream of their own, one after the other and after the steps that were submitted before, so
-steps do not wait for them. A thread launches them, since a long prefix takes more launches than a stream's queue holds.
-On a CPU they are made at once. Other threads read and write files.
+On a GPU, copies run on a separate stream, one after the other and after the steps that were submitted before. Steps do
+not wait for copies, except before they reuse a row that is being copied. A thread launches the copies, since a long
+prefix takes more launches than a stream's queue holds. On a CPU, copies are made at once. Other threads read and write
+files.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class PendingLoad:
 
     number: int
     copies: dict[str, Copies]  # by kind
-    reads: dict[str, Future[bool]]  # of files, by name
+    reads: dict[str, Future[bool]]  # by file name: whether the file could be read
     launched: Launched | None = None
 
 
 class StepHostBlocks(StepFeature):
-    """Copies rows between a rank's device and host memory. kinds: the HostRows of each kind. rank: the rank's index."""
+    """Copies rows between a rank's device and host memory.
+
+    kinds: the HostRows of each kind of row. rank: index of the rank.
+    """
 
     name = NAME
     calls = (SAVE, LOAD, ARRIVED, OPEN_FILES)
@@ -71,13 +75,16 @@ class StepHostBlocks(StepFeature):
             rows.compile_kernels()
 
     def start_up(self, progress: Progress) -> int:
-        """Allocate the staging buffers, before the KV cache takes what is left of the device's memory."""
+        """Allocate the staging buffers, before the KV cache takes what is left of the device's memory.
+
+        Returns 0, see StepFeature.start_up.
+        """
         for rows in self._kinds.values():
             rows.allocate_staging()
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the slots, and copy one in both directions, so that no kernel of the copies is loaded later."""
+        """Allocate the slots, and copy one in both directions, so that all kernels of the copies are loaded now."""
         for rows in self._kinds.values():
             rows.allocate_slots()
             for copy in (rows.copy_out, rows.copy_in):
@@ -87,7 +94,7 @@ class StepHostBlocks(StepFeature):
             self._stream.synchronize()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Let the step wait, on the device, for the save that copies a row which the step reuses."""
+        """If the step reuses rows that a save still copies, make the device run the step after that save."""
         if (number := copies_before(step.extras)) is None:
             return
         while self._saves and self._saves[0][0] <= number:
@@ -96,13 +103,14 @@ class StepHostBlocks(StepFeature):
                 event.wait()
 
     def open_files(self, folder: str) -> None:
-        """Keep files in `folder`, the folder of this replica."""
+        """Use files in `folder`, the folder of this replica. This rank's files are in a subfolder."""
         self._files = BlockFiles(Path(folder) / str(self._rank))
 
     def save(self, number: int, copies: Mapping[str, Copies], removed: Sequence[str] = ()) -> None:
-        """Copy rows to slots, once the steps submitted so far have ended.
+        """Begin save `number`: copy rows to slots, once the steps submitted so far have ended.
 
-        Then write some of the slots to files, and remove other files. copies: by kind.
+        Then some of the slots are written to files, and the files `removed` are deleted. copies: by kind of row, with
+        the slots to write in `Copies.files`.
         """
         made = {kind: Copies(*each) for kind, each in copies.items()}
         launched = self._launch(partial(self._copy_out, made))
@@ -114,7 +122,10 @@ class StepHostBlocks(StepFeature):
             self._writer.submit(self._open_files.remove, name)
 
     def load(self, number: int, copies: Mapping[str, Copies]) -> None:
-        """Copy slots to rows, once the steps submitted so far have ended and the files of `copies` were read."""
+        """Begin load `number`: copy slots to rows, once the steps submitted so far have ended.
+
+        Files are first read into the slots of `Copies.files`. copies: by kind of row.
+        """
         made = {kind: Copies(*each) for kind, each in copies.items()}
         reads = {}
         if any(each.files for each in made.values()):
@@ -154,7 +165,10 @@ class StepHostBlocks(StepFeature):
                 load.launched = self._launch(partial(self._copy_in, _without_failed(load)))
 
     def arrived(self) -> Arrived:
-        """Return the loads and the writes of files that have finished since the last call."""
+        """Launch the loads whose files are read.
+
+        Return the loads and file writes that have ended since the last call.
+        """
         self._launch_loads()
         ended = [load for load in self._loads if load.launched is not None and _has_ended(load.launched)]
         self._loads = [load for load in self._loads if load not in ended]
@@ -166,7 +180,10 @@ class StepHostBlocks(StepFeature):
         return Arrived(loads, [(name, write.result()) for name, write in done])
 
     def _launch(self, copies: Callable[[], None]) -> Launched:
-        """Have the thread launch copies after the steps submitted so far. On a CPU, make the copies at once."""
+        """Make the thread launch copies that run after the steps submitted so far. Return their future.
+
+        On a CPU, the copies are made at once. copies: a function that launches them.
+        """
         if self._launcher is None:
             made: Launched = Future()
             copies()
@@ -191,7 +208,7 @@ class StepHostBlocks(StepFeature):
         }
 
     def close(self) -> None:
-        """Wait for all copies and files."""
+        """Wait for all copies and for all reads and writes of files, and free the slots."""
         if self._launcher is not None:
             self._launcher.shutdown()
         self._readers.shutdown()
@@ -204,7 +221,7 @@ class StepHostBlocks(StepFeature):
 
 
 def _without_failed(load: PendingLoad) -> dict[str, Copies]:
-    """Return the copies of a load, without the slots whose file could not be read. Copies are by kind."""
+    """Return the copies of a load by kind of row, without the slots whose file could not be read."""
     failed = {name for name, read in load.reads.items() if not read.result()}
     found = {}
     for kind, copies in load.copies.items():

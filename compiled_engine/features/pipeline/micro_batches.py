@@ -1,8 +1,9 @@
-"""Divides running requests into micro-batches, so that all stages of a pipeline work on different steps at a time.
+"""Divides running requests into micro-batches, so that all stages of a pipeline can work at a time on different steps.
 
 A request's next token takes a whole round through the stages. So there are as many micro-batches as stages, and steps
-take them in turn. A request joins the micro-batch of the step that samples its first token. Before that it belongs to
-none: each step may have the next chunk of its prompt, so that a long prompt keeps all stages busy too.
+take them in turn. A request joins the micro-batch of the step that samples its first token. Before that, the request
+belongs to no micro-batch: each step may have the next chunk of its prompt, so that a long prompt keeps all stages busy
+too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from compiled_engine.engine.steps import StepInFlight
 class MicroBatches(PlanFeature):
     """Chooses the micro-batch of each step.
 
-    `count` is the number of micro-batches, and `most_requests` the most requests of a step. `steps_in_flight` is
-    `count`, or one more with async scheduling, which schedules the next step of a micro-batch before the tokens of the
-    micro-batch's previous step are known.
+    `count` is the number of micro-batches. `most_requests` is the most requests that a step may have. `steps_in_flight`
+    is `count`, or one more with async scheduling, which schedules the next step of a micro-batch before the tokens of
+    the micro-batch's previous step are known.
     """
 
     def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
@@ -56,7 +57,7 @@ class MicroBatches(PlanFeature):
         return found, min(self._most_requests - len(found), share - num_own)
 
     def _number_of(self, request: Request) -> int | None:
-        """Return the micro-batch of a request; None before its first token."""
+        """Return the micro-batch of a request; None if it has not sampled its first token."""
         return self._of.get(request) if request.has_sampled else None
 
     def planned(self, step: StepInFlight) -> None:

@@ -31,7 +31,7 @@ class _ExpectedTokens:
 
 
 class StageTraffic(StepFeature):
-    """Sends and receives for one stage. `model` has the buffer for received activations."""
+    """Sends and receives activations and tokens for one stage. `model` has the buffer for received activations."""
 
     name = "pipeline"
 
@@ -42,8 +42,7 @@ class StageTraffic(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """In the first stage, receive the sampled tokens that the step depends on.
 
-        Also receives the oldest outstanding tokens, so that they are outstanding for no more steps than there are
-        stages.
+        If the tokens of more steps than there are stages are outstanding, the oldest of them are received too.
         """
         needed = 0
         for number, expected in enumerate(self._expected, 1):
@@ -59,15 +58,16 @@ class StageTraffic(StepFeature):
             self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Receive the previous stage's activations, unless this is the first stage."""
+        """Receive the previous stage's activations, unless this is the first stage. See ModelForward.received."""
         into = self._model.received(batch.padded_tokens, hidden_wanted=hidden_wanted)
         if into is not None:
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """Send a step's activations, `packed`, to the next stage. The first stage also notes the tokens to receive.
+        """Send a step's activations, `packed`, to the next stage.
 
-        On a GPU, later kernels may overwrite `packed`; on a CPU it must not be written to.
+        The first stage also records the tokens that it will receive for the step. On a GPU, later kernels may overwrite
+        `packed`; on a CPU it must not be written to.
         """
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
@@ -99,12 +99,15 @@ class SendTail:
         self._traffic, self.advance = traffic, advance
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
+        """Advance the request states of the first num_rows rows, and return the forward's output tensor. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
-        """Send the forward's output. Without a decode graph, first advance the states. See Tail."""
+        """Send the forward's output to the next stage. See Tail.
+
+        If the batch has no decode graph, this first advances the request states.
+        """
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
         self._traffic.send(output.tensor, batch)

@@ -1,8 +1,8 @@
-"""The extras of pooling requests in messages, which both sides of the engine core read.
+"""Defines the data of pooling requests in the `extras` of messages between the frontend, the engine core and ranks.
 
-In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of a single one.
-TOKEN_TYPES is the number of tokens before the second of two texts. In a step's result and an EngineOutput, NAME has the
-request's Vectors.
+In the extras of an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of
+a single one. TOKEN_TYPES is the number of tokens before the second of two texts. In the extras of an EngineOutput, NAME
+has the request's Vectors. In a step's result, they are by request id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ NAME, TOKEN_TYPES = "pooling", "token_types"
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
     """Vectors of a pooling request, as rows of little-endian fp32 values."""
 
-    # With a vector per token, the position of the first one. Vectors delivered earlier from there on are replaced.
+    # Position of the first row's token if each token has a vector, otherwise 0. These rows replace all rows that were
+    # delivered earlier for this and later positions.
     first: int
     width: int  # values per row
     data: bytes
@@ -30,7 +31,8 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, Any]:
     """Return the extras of a request.
 
-    `second_text` is the number of tokens before the second text, None if there is only one text.
+    `by_token` says whether it gets a vector for each token. `second_text` is the number of tokens before the second
+    text, None if there is only one text.
     """
     extras: dict[str, Any] = {NAME: True} if by_token else {}
     if second_text is not None:

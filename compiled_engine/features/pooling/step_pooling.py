@@ -1,9 +1,9 @@
 """Pools the hidden states of steps into one vector per request, or into one per token.
 
-Pooling by the last token takes a row of the step that computes it. Every other kind is a weighted sum or a maximum over
-all tokens of a prompt, whose length is known from the start. For causal models it is accumulated in a row field, so
-that a prompt may be computed in chunks. A request that asks for a vector per token gets the vectors of each step's
-tokens.
+Pooling by the last token reads its hidden state in the step that computes it. Every other kind of pooling is a weighted
+sum or a maximum over all tokens of a prompt, whose length is known from the start. For causal models the sum or maximum
+is accumulated in a row field, so that a prompt may be computed in chunks. A request that asks for a vector per token
+gets the vectors of each step's tokens.
 
 Nothing waits for the device: results are copied to pinned memory, and read when the step has ended.
 """
@@ -45,7 +45,7 @@ MAXIMUM = "max"
 
 @dataclass(frozen=True)
 class PooledRows:
-    """Results of a step that are being copied to the host, as a Deferred."""
+    """The pooled rows of a step, which are being copied to the host. Implements Deferred."""
 
     request_ids: list[str]
     firsts: list[int]  # Vectors.first of each request
@@ -78,7 +78,7 @@ class ByToken(StepFeature):
 
 
 class TokenTypes(StepFeature):
-    """Stores where the second of two texts begins, for models with token type embeddings.
+    """Stores in a row field where the second of two texts begins, for models with token type embeddings.
 
     The step tensor of token types is computed from this row field, see attention/inputs.py.
     """
@@ -109,14 +109,14 @@ class StepPooling:
             self._states.fields.declare(*fields)
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
+        """Advance the request states of the first num_rows rows, and return the forward's output tensor. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """Pool the forward's output, and add the pooled rows to `results`. See Tail.
 
-        Without a decode graph, this also advances the states.
+        If the batch has no decode graph, this first advances the request states.
         """
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
@@ -151,7 +151,7 @@ class StepPooling:
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of each of R requests up to the end of this step, pooled to W values: fp32 [R, W].
+        """Pool each request's tokens up to the end of this step. Return fp32 [R, W], W values for each of R requests.
 
         For causal models, the result is also stored in row fields.
         """

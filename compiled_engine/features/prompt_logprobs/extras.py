@@ -1,4 +1,4 @@
-"""The extras of prompt log-probabilities in messages, which both sides of the engine core read.
+"""Defines the data of prompt log-probabilities in the `extras` of messages between the frontend and the engine core.
 
 In an EngineRequest that continues in another replica: the first position that has not been delivered. In a step's
 result and an EngineOutput: the position of the first row, and the rows. The row of position p has the log-probability
@@ -22,7 +22,7 @@ FIRST = 1
 
 
 def resumed(request: EngineRequest, position: int) -> dict[str, Any]:
-    """Return the extras of a request whose log-probabilities before `position` have been delivered."""
+    """Return the extras with which a request continues after the rows before `position` have been delivered."""
     return request.extras if position == FIRST else request.extras | {NAME: position}
 
 

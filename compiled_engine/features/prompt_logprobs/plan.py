@@ -46,5 +46,5 @@ class PromptLogprobs(PlanFeature):
         self._next.pop(request, None)
 
     def _note(self, request: Request) -> None:
-        """Let the request compute every prompt token, cached ones too, until all rows are delivered."""
+        """Make the request compute every prompt token, cached ones too, until all its rows are delivered."""
         request.computes_every_token = self._next[request] < request.num_prompt_tokens

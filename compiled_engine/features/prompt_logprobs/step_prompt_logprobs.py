@@ -22,7 +22,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PromptRows:
-    """A step's rows of prompt log-probabilities, which are being copied to the host, as a Deferred."""
+    """A step's rows of prompt log-probabilities, which are being copied to the host. Implements Deferred."""
 
     # By request: the position of the first row, and the rows in chunks, see logprob_rows.
     chunks: dict[str, tuple[int, list[torch.Tensor]]]
@@ -41,7 +41,7 @@ class StepPromptLogprobs(StepFeature):
     name = NAME
 
     def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
-        """`computes` is False in a pipeline stage before the last, which only runs the same forward."""
+        """`computes` is False in pipeline stages before the last: they only run the forward, and compute no rows."""
         self._computes = computes
         self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
         self.rows: dict[int, int] = {}  # rows of these requests, with the value of prompt_logprobs
@@ -62,9 +62,10 @@ class StepPromptLogprobs(StepFeature):
         )
 
     def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
-        """Return the log-probability of the prompt token after each of the step's tokens, for requests in prefill.
+        """Compute the rows of a step, for the requests in prefill that ask for log-probabilities, and return them.
 
-        In a stage that does not compute them, return None.
+        The hidden state of a prompt token yields the row of the next prompt token. Returns None if this stage does not
+        compute rows.
         """
         if not self._computes:
             return None

@@ -11,8 +11,8 @@ more prompts are likely to do so. A step must end at both places, so that the st
 snapshots to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of
 scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix immediately.
 
-Another feature may be the watcher of snapshots, copy them elsewhere, and fill slots with them again (`begin_fill`,
-`end_fill`).
+Another feature may watch the snapshots (see PlaceWatcher) and copy them elsewhere. It fills slots with such copies by
+`begin_fill` and `end_fill`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LEAST_GAIN = 64
 
 
 class StateSnapshots(PlanFeature):
-    """Plans snapshots, as a FillableResource. A request holds no snapshot: its state is copied from one at admission.
+    """Plans the snapshots of `num_slots` slots, of which the least recently used one is evicted.
 
-    `num_slots` is the number of snapshots; the least recently used one is evicted. The extras of a NewRequest hold the
-    slot of the snapshot that it begins with. The extras of a SchedulerOutput map request ids to the slots that their
-    states are copied to after the step.
+    Implements FillableResource. A request holds no snapshot: its state is copied from one at admission. The extras of a
+    NewRequest hold the slot of the snapshot that it begins with. The extras of a SchedulerOutput map request ids to the
+    slots that their states are copied to after the step. `least_gain` is the least tokens that a snapshot must save.
     """
 
     kind = "snapshots"
@@ -52,12 +52,12 @@ class StateSnapshots(PlanFeature):
         # Slots that the step being planned writes, by hash and by request.
         self._unwritten: dict[bytes, int] = {}
         self._saved: dict[str, int] = {}
-        self._begun_with: set[bytes] = set()  # snapshots that its new requests begin with
+        self._begun_with: set[bytes] = set()  # snapshots that the step's new requests begin with
         self._filling: dict[int, bytes] = {}  # hashes of slots that another feature fills
         self.watcher: PlaceWatcher | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether the snapshot of a prefix can be found, by the hash of its last block."""
+        """Return whether there is a usable snapshot of the prefix whose last block has this hash."""
         return block_hash in self._slots and block_hash not in self._unwritten
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[FillableResource]:
@@ -76,9 +76,10 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots, and mark the snapshot with which it begins as used.
+        """Choose where the request takes snapshots. Mark the snapshot with which it begins as most recently used.
 
-        Must be called before the request takes its blocks, since taking them may evict its cached prefix.
+        num_tokens: the request's tokens. num_cached: tokens that the snapshot covers, 0 for no snapshot. Must be called
+        before the request takes its blocks, since taking them may evict its cached prefix.
         """
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
@@ -104,7 +105,7 @@ class StateSnapshots(PlanFeature):
             self._begun_with.add(key)
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Plan to save the request's state after the step, in a snapshot.
+        """Plan to save the request's state, after `num_tokens` tokens, in a snapshot at the end of the step.
 
         Nothing is saved if the prefix has a snapshot already, or if the step already writes all slots.
         """
@@ -118,7 +119,10 @@ class StateSnapshots(PlanFeature):
                 self.watcher.place_taken(slot, key)
 
     def _take_slot(self, kept: Collection[bytes]) -> int | None:
-        """Return a free slot, or else that of the least recently used snapshot not in `kept`; None if there is none."""
+        """Return a free slot, or the slot of the least recently used snapshot, which is evicted; None if there is none.
+
+        kept: hashes of snapshots that must not be evicted.
+        """
         if self._free:
             return self._free.pop()
         oldest = next((known for known in self._slots if known not in kept), None)
@@ -152,7 +156,7 @@ class StateSnapshots(PlanFeature):
         self._saved = {}
 
     def take_registered(self) -> list[int]:
-        """Return the slots that the step being planned writes. Later steps can find them."""
+        """Return the slots that the step being planned writes, and let later steps use their snapshots."""
         registered, self._unwritten = [*self._unwritten.values()], {}
         return registered
 

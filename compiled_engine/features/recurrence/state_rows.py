@@ -1,8 +1,8 @@
-"""The states of recurrences on the device: first a row for each running request, then the snapshots of prefixes.
+"""Copies states of recurrences on the device between the rows of running requests and the rows of snapshots.
 
-Both are rows of the same tensors, so a snapshot is taken or used by copying a row of each tensor. Tensors that only
-drafts need have no rows for snapshots. Copies are launched in the steps' stream: to the rows of new requests before a
-step, to snapshots after it. See snapshots.py.
+Both are rows of the same tensors: first a row for each running request, then one for each snapshot. So a snapshot is
+taken or used by copying a row of each tensor. Tensors that only drafts need have no rows for snapshots. Copies are
+launched in the steps' stream: to the rows of new requests before a step, to snapshots after it. See snapshots.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StateRows(StepFeature):
         self._views.clear()
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy a row of every state."""
+        """Copy row `source` of every state to row `target`."""
         for targets, sources in zip(self._row(target), self._row(source), strict=True):
             torch._foreach_copy_(targets, sources)
 
@@ -66,5 +66,5 @@ class StateRows(StepFeature):
 
 
 def snapshot_rows(recurrences: Recurrences, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the rows of snapshots [num_snapshots, ...] in each state that snapshots have. `tensors`: by name."""
+    """Return the snapshots' rows, [num_snapshots, ...], of each state that snapshots contain. tensors: by name."""
     return [tensors[state.name][recurrences.num_rows :] for state in recurrences.states if state.in_snapshots]

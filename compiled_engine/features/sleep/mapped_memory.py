@@ -1,4 +1,4 @@
-"""Device memory that can be given back and taken again at the same addresses.
+"""Provides device memory that can be given back and taken again at the same addresses.
 
 A range of addresses is reserved once. Physical memory is mapped into it as tensors are allocated, unmapped while the
 engine sleeps, and mapped again when it wakes. Tensors and captured CUDA graphs refer to addresses alone, so they stay
@@ -37,12 +37,12 @@ def has_driver_functions() -> bool:
 
 @dataclass
 class _Range:
-    """A reserved range of addresses, and the mappings that fill its beginning without gaps."""
+    """A reserved range of addresses. Mapped chunks fill its beginning without gaps."""
 
     address: int
     num_bytes: int
-    chunk_bytes: list[int] = field(default_factory=list)  # of each mapping, in the order of addresses
-    num_mapped: int = 0  # of the chunks, the first ones; all of them or none except while mapping
+    chunk_bytes: list[int] = field(default_factory=list)  # size of each chunk, in the order of addresses
+    num_mapped: int = 0  # the first chunks that are mapped now: all or none, except while `map` or `_unmap` runs
 
     @property
     def end(self) -> int:
@@ -86,7 +86,7 @@ class DeviceMapping:
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map(self, address: int, num_bytes: int) -> None:
-        """Map new physical memory at `address`, so far without access. The mapping alone keeps the memory alive."""
+        """Map new physical memory at `address`, without access (see `allow`). The mapping keeps the memory alive."""
         (handle,) = self._call("cuMemCreate", num_bytes, self._properties, 0)
         try:
             self._call("cuMemMap", address, num_bytes, 0, handle, 0)
@@ -98,7 +98,7 @@ class DeviceMapping:
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmap what one `map` has mapped, and give its memory back."""
+        """Unmap the range that one call of `map` has mapped, and free its physical memory."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def _call(self, name: str, *arguments: Any) -> Sequence[Any]:
@@ -111,9 +111,10 @@ class DeviceMapping:
 
 
 class MappedMemory:
-    """A reserved range of a GPU's addresses with tensors in its mapped beginning.
+    """A reserved range of a GPU's addresses, with tensors in its mapped beginning.
 
-    While it is unmapped, nothing may read or write its tensors. The range is freed with the last of them.
+    While it is unmapped, nothing may read or write its tensors. The range is freed when this object and all its tensors
+    are.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class MappedMemory:
     ) -> None:
         """Reserve addresses for `most_bytes`.
 
-        settle: waits until the device has no more work, and gives back memory that PyTorch keeps unused. tensor_at:
-        returns the memory at an address, of a number of bytes, as a tensor, uint8 [n], that keeps an object.
+        settle: waits until the device has no more work, and frees memory that PyTorch caches. tensor_at(address,
+        num_bytes, kept): returns the memory at an address as a tensor, uint8 [num_bytes], which keeps the object `kept`
+        alive.
         """
         self._mapping, self._settle, self._tensor_at = mapping, settle, tensor_at
         num_bytes = _rounded(most_bytes, mapping.granularity)
@@ -137,7 +139,7 @@ class MappedMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> MappedMemory:
-        """Return memory of a GPU with as many addresses as the GPU has memory."""
+        """Return a MappedMemory for a GPU, whose address range is as large as the GPU's memory."""
         from cuda.bindings import driver  # exists only beside PyTorch's CUDA builds
 
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -172,7 +174,7 @@ class MappedMemory:
         return self._tensor_at(self._range.address, self._used, self)
 
     def unmap(self) -> None:
-        """Give the physical memory back; contents are lost. Waits for the device. Does nothing if it is unmapped."""
+        """Give the physical memory back; contents are lost. Waits for the device. Does nothing if nothing is mapped."""
         self._settle()
         _unmap(self._range, self._mapping)
 
@@ -212,20 +214,20 @@ class MappedMemory:
 
 
 class HostCopy:
-    """A copy of memory in pinned host memory, which is allocated at the first `save` and kept."""
+    """A copy of device memory in pinned host memory, which is allocated at the first `save` and kept."""
 
     def __init__(self) -> None:
         self._memory: PinnedMemory | None = None
 
     def save(self, contents: torch.Tensor) -> None:
-        """Copy uint8 [n]. The copy is complete on return. Raises RuntimeError if the host lacks memory."""
+        """Copy `contents`, uint8 [n], and wait for the copy. Raises RuntimeError if the host lacks memory."""
         if self._memory is None or self._memory.bytes.numel() != contents.numel():
             self.close()
             self._memory = PinnedMemory(contents.numel(), pinned=contents.is_cuda)
         self._memory.bytes.copy_(contents)
 
     def restore(self, contents: torch.Tensor) -> None:
-        """Copy back what `save` has copied, into memory of the same size. Complete on return."""
+        """Copy the saved bytes to `contents`, which must have the same size, and wait for the copy."""
         assert self._memory is not None
         contents.copy_(self._memory.bytes)
         if contents.is_cuda:
@@ -238,7 +240,7 @@ class HostCopy:
 
 
 class _Span:
-    """Memory that PyTorch makes a tensor of. The tensor keeps this object, which keeps `kept`."""
+    """Describes device memory to PyTorch, which makes a tensor of it. The tensor keeps this object and `kept` alive."""
 
     def __init__(self, address: int, num_bytes: int, kept: object) -> None:
         self.kept = kept

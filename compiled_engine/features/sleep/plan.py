@@ -1,4 +1,4 @@
-"""The planning part of sleep: gives memory back to the system, and holds all steps until the engine wakes."""
+"""Plans sleep: makes the ranks give memory back to the system, and holds all steps until the engine wakes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 
 
 class Sleep(PlanFeature):
-    """Gives memory back to the system, at addresses that stay valid.
+    """Makes the ranks give memory back to the system, and take it again at the same addresses.
 
-    call_ranks: a function that has all ranks serve a control call. updates: holds all steps after the weights were
-    dropped.
+    call_ranks: a function that makes all ranks serve a control call. updates: puts no update into place while the
+    weights are asleep, and holds all steps after the weights were dropped.
     """
 
     calls = ("sleep", "wake_up", "is_sleeping")
@@ -33,9 +33,9 @@ class Sleep(PlanFeature):
     def sleep(self, level: int = 1) -> None:
         """Stop steps until `wake_up`, and give memory back meanwhile. Requests wait, and are then computed again.
 
-        level: 1 keeps the weights in host memory; 2 drops them, after which a whole update must follow. 0 gives nothing
+        level: 1 keeps the weights in host memory; 2 drops them, after which a whole update must follow; 0 gives nothing
         back, so requests are not computed again. Raises ControlError for another level, or if a rank cannot give its
-        memory back; then all parts are awake.
+        memory back; in the latter case all parts are awake again.
         """
         if level not in LEVELS:
             raise ControlError(f"level is {level!r}; allowed: 0, 1, 2")
@@ -52,9 +52,9 @@ class Sleep(PlanFeature):
                 raise
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake the parts `tags`, None for all; return whether all are awake.
+        """Wake the parts `tags`, or all parts if it is None. Return whether all parts are awake.
 
-        Raises ControlError for an unknown tag, or if a rank lacks memory; then these parts sleep on.
+        Raises ControlError for an unknown tag, or if a rank lacks memory; these parts then stay asleep.
         """
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ControlError(f"tags has {unknown[0]!r}; allowed: {', '.join(TAGS)}")

@@ -1,7 +1,7 @@
-"""The part of sleep on a rank's device: gives the memory of weights and KV cache back, and takes it again.
+"""Gives the memory of weights and KV cache on a rank's device back to the system, and takes it again.
 
-On a CPU the pages of tensors go back to the system, which provides them again at their next use. On a GPU weights and
-KV cache are in mapped memory (`rank_memory`), which is unmapped and mapped.
+On a CPU the pages of tensors go back to the system, which provides new ones at their next use. On a GPU weights and KV
+cache are in mapped memory (`rank_memory`), which is unmapped and mapped again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features.sleep.mapped_memory import HostCopy, MappedMemory
 from compiled_engine.features.sleep.plan import KV_CACHE, NAME, WEIGHTS
 
-# Return a model's tensors that the checkpoint fills, and note that their values are lost.
+# A function that returns the tensors of a model that the checkpoint fills, and records that their values are lost.
 LoseWeights = Callable[[], Iterable[torch.Tensor]]
 
 
@@ -31,7 +31,7 @@ def rank_memory(config: EngineConfig) -> RankMemory:
 
 
 def step_sleep(parts: RunnerParts, others: Sequence[LoseWeights] = ()) -> StepFeature:
-    """Return the feature of a rank. others: see `lose_weights` of MappedSleep."""
+    """Return the sleep feature of a rank. others: `LoseWeights` of the models besides the text model."""
     weights, kv_cache = parts.memory.weights, parts.memory.kv_cache
     lose_weights = (parts.weights.stored.filled, *others)
     if isinstance(weights, MappedMemory) and isinstance(kv_cache, MappedMemory):
@@ -53,7 +53,7 @@ class PagedSleep(StepFeature):
         self._kv_caches, self._lose_weights = kv_caches, tuple(lose_weights)
 
     def give_back(self, tags: Sequence[str], keeps_weights: bool) -> None:
-        """Give back the memory of the parts `tags`, see TAGS. keeps_weights: weights stay in host memory, as they are.
+        """Give back the memory of the parts `tags`, see TAGS. keeps_weights: the weights are left unchanged.
 
         Raises OSError if the system refuses.
         """
@@ -80,9 +80,9 @@ class MappedSleep(StepFeature):
     calls = ("give_back", "take_again")
 
     def __init__(self, weights: MappedMemory, kv_cache: MappedMemory, lose_weights: Sequence[LoseWeights] = ()) -> None:
-        """Make the feature.
+        """Take over the memory of weights and KV cache.
 
-        lose_weights: for each model beside the text model whose weights are in `weights`, the function that marks them
+        lose_weights: for each model besides the text model whose weights are in `weights`, the function that marks them
         as lost and returns them.
         """
         self._memory = {WEIGHTS: weights, KV_CACHE: kv_cache}
@@ -113,9 +113,11 @@ class MappedSleep(StepFeature):
             self._memory[tag].unmap()
 
     def take_again(self, tags: Sequence[str]) -> None:
-        """Take the memory of the parts `tags` again, with zeros in the KV cache and the weights that were saved.
+        """Take the memory of the parts `tags` again.
 
-        Raises MappingError if the device lacks memory, for example since a trainer uses it; a later call may succeed.
+        Set the KV cache to zero, and restore the weights if they were saved.
+
+        Raises MappingError if the device lacks memory, for example because a trainer uses it; a later call may succeed.
         """
         for tag in tags:
             memory = self._memory[tag]

@@ -1,8 +1,8 @@
 """Makes drafts with a head, which reads hidden states of the model: an EAGLE-3 head or an MTP layer.
 
 After each step, `prefill_head` computes the head's KV cache for the step's tokens, from the model's hidden states.
-Before each step, `draft` makes the drafts that the step verifies. Neither needs a value from the host, which does not
-know the tokens. For batches of decodes on a GPU, each may be a CUDA graph.
+Before each step, `draft` makes the drafts that the step verifies. Both run without values from the host, which does not
+know the newest tokens yet. For batches of decodes on a GPU, each may be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ WORK = "attention_inputs.work_W"
 def following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Write the token that follows each position of a step to `token_ids_T`, int64.
+    """Write to `token_ids_T`, int64, the token that follows each token of a step in its request.
 
-    The step's tokens must be in the states. Padding gets 0. The token after a rejected draft is arbitrary.
+    The step's sampled tokens must be in the states. Padding gets 0. The token after a rejected draft is arbitrary.
     """
     if buffers.rows_R.device.type != "cpu":
         launch_following_tokens(states, batch, buffers, token_ids_T)
@@ -102,7 +102,10 @@ def launch_following_tokens(
 def keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Store the hidden state of each request's last verified token in `kept_SD`, by the request's row in the states."""
+    """Store the hidden state of each request's last verified token in `kept_SD`, by the request's row in the states.
+
+    num_rows: rows of the batch in `buffers`. hidden_TD: hidden states of the batch's tokens.
+    """
     if kept_SD.device.type != "cpu":
         launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
         return
@@ -139,9 +142,9 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Copy the kept hidden states of these rows to `hidden_RD`, and write the positions of their next tokens.
+    """Copy the kept hidden states of these rows to `hidden_RD`, and write the positions of their first drafts.
 
-    `rows_R` is int32, -1 for padding, which gets zeros. `positions_R` is int64.
+    `rows_R` has rows of the states, int32, -1 for padding, which gets zeros and position 1. `positions_R` is int64.
     """
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
@@ -176,9 +179,9 @@ def launch_begin_drafts(
 
 
 def shared_tensors(config: EngineConfig, parts: RunnerParts) -> dict[str, torch.Tensor]:
-    """Return the tensors of the engine's model that a head (`config`) has as parameters, by their names in the head.
+    """Return the tensors that the head takes from the engine's model, by their names in the head.
 
-    Raises ValueError if the model lacks one.
+    config: the head's. parts: those of the engine's runner. Raises ValueError if the model lacks such a tensor.
     """
     head = local_model(config)
     if head.head is not None and head.head.is_mtp:
@@ -293,10 +296,10 @@ class DraftHead(Drafter):
             self.combine_hidden_states(output.further or (output.tensor,))
 
     def combine_hidden_states(self, hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Compute the head's input features of a step's tokens, into a buffer.
+        """Compute the head's input features for a step's tokens, and store them in a buffer.
 
-        `hidden_states` are those of the model that the head reads, [T, target_size] each. May be captured with the
-        forward that returns them.
+        hidden_states: the engine's model's hidden states that the head reads, [T, target_size] each. A CUDA graph of
+        the forward may include this work.
         """
         combine = self.model.ends.get(COMBINE)
         features_TD = hidden_states[0] if combine is None else combine(torch.cat(hidden_states, dim=-1))
@@ -305,7 +308,7 @@ class DraftHead(Drafter):
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless the step skips the head.
 
-        If the batch has a graph for this, which only batches of decodes have, it is replayed.
+        Replays a CUDA graph if the batch has one for this; only batches of decodes do.
         """
         if not batch.has_offsets:
             return
@@ -321,7 +324,7 @@ class DraftHead(Drafter):
         """Run the head on the tokens of a step, and keep the hidden states with which `draft` begins.
 
         Returns the hidden states of all tokens, [T, D]. The step's tokens must be in the states, and their features
-        combined. May be captured.
+        combined. May be captured in a CUDA graph. See ModelForward.run for `distinct`.
         """
         states, steps = self._states, self._steps
         following_tokens(states, batch, steps, self._token_ids_T)
@@ -347,7 +350,7 @@ class DraftHead(Drafter):
         self._drafting = None if step.single else self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes, and return their sizes and their graph.
+        """Stage the inputs of a step's drafting passes. Return the sizes of the passes and their CUDA graph.
 
         The requests must have rows and blocks.
         """
@@ -365,9 +368,9 @@ class DraftHead(Drafter):
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage the requests with room for a draft, unless they are staged already.
+        """Stage the requests with room for a draft, padded to `padded` rows, unless they are staged already.
 
-        With `rows` None, stage padding alone.
+        rows: None stages padding alone.
         """
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
@@ -388,7 +391,10 @@ class DraftHead(Drafter):
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
-        """Make num_drafts drafts for each of the first `count` staged rows. Return the last pass's logits."""
+        """Make num_drafts drafts for each of the first `count` staged rows. Return the last pass's logits.
+
+        longest: upper bound of the contexts. See ModelForward.run for `distinct`.
+        """
         states, own, given = self._states, self._own, self._inputs
         rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
         begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
@@ -411,7 +417,7 @@ class DraftHead(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """Fill the inputs of the key's graph with padding: a graph of `draft` or of `prefill_head`. See Capturable."""
+        """Fill the inputs of the key's graph, which runs `_draft` or `prefill_head`, with padding. See Capturable."""
         if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_rows, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -446,9 +452,10 @@ class DraftHead(Drafter):
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.model.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Prefill the head with a step of padding, and draft for its requests if they decode.
+        """Prefill the head with a step that has only padding. If the step has only decodes, also draft.
 
-        See AttentionInputs for `host_3`, and ModelForward.run for `distinct`.
+        The step has only decodes if num_tokens == num_requests. See AttentionInputs for `host_3`, and ModelForward.run
+        for `distinct`.
         """
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
@@ -462,7 +469,7 @@ class DraftHead(Drafter):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the kernels before and after the head, over padding, without the head. See Drafter for `alone`."""
+        """Launch the kernels that run before and after the head, over padding. See Drafter for `alone`."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

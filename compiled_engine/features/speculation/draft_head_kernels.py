@@ -27,13 +27,14 @@ def following_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the token that follows each position of a step, see draft_head.following_tokens.
+    """Write the token that follows each token of a step, see draft_head.following_tokens.
 
     There is one program per row of the batch. Unless DECODES_ONLY, another program writes 0 for tokens without a row.
 
     rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
         DECODES_ONLY.
-    positions_ptr: int64 [T]; shift_ptr: int32 [S], their difference to the tokens' numbers, at most 0; None: 0.
+    positions_ptr: int64 [T]; shift_ptr: int32 [S], a token's position minus its index in the request's tokens, at most
+        0; None: the two are equal.
     history_ptr: int32 [S, L], the requests' tokens.
     token_ids_ptr: int64 [T], receives the tokens; 0 for padding.
     """
@@ -87,7 +88,7 @@ def keep_hidden_kernel(
 
     rows_ptr: int32 [R], see following_kernel; ends_ptr: int64 [R], positions of the sampled tokens; last_tokens_ptr:
         int64 [R], index of each row's last token in the step.
-    num_computed_ptr: int32 [S]: the row with this end has the last verified token.
+    num_computed_ptr: int32 [S]; a row has the request's last verified token if its entry of `ends_ptr` is this value.
     hidden_ptr: [T, SIZE]; kept_ptr: [S, SIZE], receives the hidden states.
     """
     if DEPENDENT_LAUNCH:
@@ -119,7 +120,7 @@ def begin_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Copy the kept hidden states of rows, and write the positions of their next tokens; one program per row.
+    """Copy the kept hidden states of rows, and write the positions of their first drafts; one program per row.
 
     See draft_head.begin_drafts. rows_ptr: int32 [R], see following_kernel; num_computed_ptr: int32 [S]; kept_ptr: [S,
     SIZE]; hidden_ptr: [R, SIZE], zeros for padding; positions_ptr: int64 [R].

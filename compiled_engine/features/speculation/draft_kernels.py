@@ -1,4 +1,4 @@
-"""Triton kernels for drafts: verify drafts, find n-gram drafts, and store a draft model's drafts.
+"""Triton kernels for drafts: verify drafts, find n-gram drafts, and store the drafts of a draft model or head.
 
 Dimensions: R rows of the batch, S rows of the request states, L tokens of a request at most. See draft_rows.py for rows
 with offsets.
@@ -56,12 +56,13 @@ def verify_kernel(
         int64 [R], the sampled tokens.
     drafts_ptr: int32 [S, NUM_DRAFTS], -1 for none. seeds_ptr: int64 [S], read only with thresholds_ptr.
     thresholds_ptr: None if a draft is accepted where it equals the sampled token. Otherwise int64 [NUM_DRAFTS]: drafts
-        are accepted at random, as many as there are thresholds above a random number of 63 bits for each request.
+        are accepted at random. A random number of 63 bits is drawn for each request, and as many of its drafts are
+        accepted as there are thresholds above that number.
     num_computed_ptr, last_token_ptr: int32 [S]; history_ptr: int32 [S, L]; all updated. prefill_len_ptr: int32 [S].
     num_steps_ptr: int32 [1], the step's number, which is increased. taken_ptr: int32 [R], receives each row's token, 0
         for none.
-    ring_ptr: int32 [RING, 1 + R], whose entry of the step receives its number, and a token, error code, NOT_TAKEN or
-        NO_ROW per row.
+    ring_ptr: int32 [RING, 1 + R], a ring buffer. The step's entry receives the step's number, and for each row a token,
+        an error code, NOT_TAKEN or NO_ROW.
     LAST_NUMBER: step numbers wrap around after it. NO_TOKEN: see accepted_at_random.
     """
     if DEPENDENT_LAUNCH:

@@ -55,9 +55,9 @@ class _Times:
     held_up: dict[int, int] = field(default_factory=dict)  # newest steps in a row that were held up
     current: int = 0  # the best number of drafts
     steps: int = 0  # since the last probes
-    probes: int = 0  # probes made of the current row of probes
+    probes: int = 0  # consecutive probes made so far
     again: int = 0  # number of drafts that is timed again
-    steps_again: int = 0  # most steps left for that
+    steps_again: int = 0  # most steps left to time it
     rounds: int = 0  # how often a number was timed again
 
     def knows(self, num_drafts: int) -> bool:
@@ -98,14 +98,15 @@ class DraftLength:
     Times are kept by the number of requests, rounded up to a power of 2.
 
     Changing the number of drafts has a cost: the host lays out the step's rows anew, and if it is slower than the
-    device, the previous step seems to take longer. So consecutive steps are timed: the steps before and after have the
-    same requests, each with the same number of tokens. The times of other steps only count until there is such a time.
-    A lone probe only measures acceptance. A promising number is timed again in a few consecutive steps instead of
-    probes. If they are faster, their time replaces the old one, so a wrong or outdated time does not persist.
+    device, the previous step seems to take longer. So only consecutive steps are timed: the steps before and after the
+    timed step have the same requests, each with the same number of tokens. The times of other steps only count until
+    such a time has been measured. A lone probe only measures acceptance. A promising number is timed again in a few
+    consecutive steps instead of probes. If they are faster, their time replaces the old one, so a wrong or outdated
+    time does not persist.
 
     With `skips_head`, steps without drafts may skip the draft head. The requests of such a step stop drafting, so 0
-    drafts are not chosen for single steps. If 0 is best, requests stop one after the other, and new requests make the
-    probes. If another number is best, the head reads every step, even when few requests still draft, because more
+    drafts are not chosen for a few steps only. If 0 is best, requests stop one after the other, and new requests make
+    the probes. If another number is best, the head reads every step, even when few requests still draft, because more
     requests will.
     """
 
@@ -117,7 +118,10 @@ class DraftLength:
         self._chosen = dict.fromkeys(self._lengths, 0)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
-        """Return the drafts of the next step. `num_drafting` requests may have drafts; None: all."""
+        """Choose the drafts of the next step, which has `num_requests` requests, and return them.
+
+        num_drafting: requests that may have drafts; None: all.
+        """
         times = self._of(num_requests)
         times.steps += 1
         drafts = self._next(times, num_requests, num_requests if num_drafting is None else num_drafting)
@@ -196,12 +200,16 @@ class DraftLength:
         """Record the time of a step of decodes with at most num_drafts drafts per request.
 
         The steps before and after it must have had the same num_drafts. head_rested: the step skipped the draft head.
-        in_a_row: the three steps had the same requests. A time without `in_a_row` is ignored once there is one with it.
+        in_a_row: the three steps had the same requests. Times without `in_a_row` are ignored once a time with it has
+        been recorded.
         """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
-        """Record the drafts of a request in a step. `num_drafts` is the number that the request had room for."""
+        """Record the drafts of a request in a step. The first `num_right` drafts were right.
+
+        `num_drafts` is the number that the request had room for.
+        """
         for position in range(min(num_drafts, num_right + 1)):
             self._verified[position] += 1
             weight, share = max(DRAFT_WEIGHT, 1 / self._verified[position]), self._shares[position]
@@ -211,9 +219,9 @@ class DraftLength:
         return self._times.setdefault(_size(num_requests), _Times(dict.fromkeys(self._lengths, 0)))
 
     def _fewer_requests(self, num_requests: int) -> _Times | None:
-        """Return the times of the nearest smaller number of requests, or None.
+        """Return the times for the largest smaller number of requests that has known times, or None.
 
-        Numbers of requests without a known time for every number of drafts are passed over.
+        The times must be known for every number of drafts.
         """
         for size in sorted((size for size in self._times if size < _size(num_requests)), reverse=True):
             if all(map(self._times[size].knows, self._lengths)):
@@ -221,7 +229,10 @@ class DraftLength:
         return None
 
     def _rate(self, seconds: dict[int, float], length: int, share: float = 1.0) -> float:
-        """Return the expected tokens per request and second. `share` is the fraction of requests that have drafts."""
+        """Return the expected tokens per request and second of steps with `length` drafts.
+
+        seconds: time of a step by number of drafts. share: fraction of requests that have drafts.
+        """
         tokens, all_right = 1.0, share
         for right in self._shares[:length]:
             all_right *= right
@@ -229,10 +240,11 @@ class DraftLength:
         return tokens / max(seconds[length], 1e-9)
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of steps by number of drafts, the acceptance rates a_i, and times and best numbers by requests.
+        """Return counts of steps, acceptance rates, mean times of steps and the best numbers of drafts.
 
-        draft_step_ms: mean time of a step, by number of requests (rounded up to a power of 2) and number of drafts; for
-        0 drafts, of a step that skips the head if one was measured.
+        draft_lengths: counts of steps by number of drafts. draft_shares: the acceptance rates a_i. draft_step_ms: mean
+        time of a step, by number of requests (rounded up to a power of 2) and number of drafts; for 0 drafts, of a step
+        that skips the head if one was measured. draft_length_chosen: the best number of drafts, by number of requests.
         """
         return {
             "draft_lengths": {str(length): count for length, count in self._chosen.items()},

@@ -105,7 +105,9 @@ class DraftModel(Drafter):
         self._drafting = self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's passes, and return their sizes, their graph and the batch of prompts.
+        """Stage the inputs of a step's passes.
+
+        Return the sizes of the passes, their CUDA graph and the batch of prompts.
 
         The requests must have their rows and blocks.
         """
@@ -121,7 +123,7 @@ class DraftModel(Drafter):
         """Stage the step's prompt tokens of requests that have not sampled.
 
         Return their batch, or None if there are none. The step's count for a prompt's last chunk may include room for
-        drafts, which do not exist yet.
+        drafts, which do not exist yet and are left out.
         """
         states, starts_R = self._states, np.array(step.starts, np.int64)
         left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R
@@ -145,7 +147,10 @@ class DraftModel(Drafter):
         return None if key is None or not key.is_decode else drafting_key(key, length)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage requests for the passes, unless they are staged already. With `rows` None, stage padding alone."""
+        """Stage requests for the passes, padded to `padded` requests, unless they are staged already.
+
+        rows: None stages padding alone.
+        """
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -196,10 +201,10 @@ class DraftModel(Drafter):
         *,
         distinct: bool = False,
     ) -> torch.Tensor | None:
-        """Run the model on num_rows rows, and sample draft `draft` for each of the first `count` requests.
+        """Run the model on num_rows rows, and sample draft `draft` (from 0) for each of the first `count` requests.
 
-        Returns the logits, None for no requests. `rows` are the requests' rows in the states, for their filters; None:
-        sample by temperature alone. See ModelForward.run for `distinct`.
+        Returns the logits, None if count is 0. longest: upper bound of the contexts. `rows` are the requests' rows in
+        the states, for their filters; None: sample by temperature alone. See ModelForward.run for `distinct`.
         """
         buffers, query_len = (self.further, 1) if draft else (self.first, FIRST)
         batch = single_tokens(num_rows, query_len, longest)
@@ -222,9 +227,9 @@ class DraftModel(Drafter):
     def _sample(
         self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
     ) -> torch.Tensor:
-        """Return sampled drafts.
+        """Return the drafts sampled from these logits for the first `count` requests, int64 [R].
 
-        They are sampled as step_sampling.py samples tokens, so that filters apply to drafts too.
+        Drafts are sampled as step_sampling.py samples tokens, so the requests' filters apply. rows: see `_pass`.
         """
         index_R = self.further.rows_R[:count]
         if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
@@ -234,16 +239,17 @@ class DraftModel(Drafter):
         return tokens_R
 
     def _fill(self, count: int, longest: int) -> None:
-        """Fill the passes' buffers with padding for `count` requests."""
+        """Fill the passes' buffers with padding for `count` requests. longest: upper bound of the contexts."""
         self._stage_rows(None, count)
         self._states.writes.apply()
         prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first)
         prepare(single_tokens(count, 1, longest), self._states, self.further)
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Run a pass over padding, without side effects.
+        """Run the first pass, a further pass or the pass over prompts on padding, without side effects.
 
-        See AttentionInputs for `host_3`; if rows have one token, its query length selects the pass. See
+        num_requests: rows of the batch. If each row has one token, the query length in `host_3` selects the pass that
+        makes drafts: the first pass for FIRST, otherwise a further one. See AttentionInputs for `host_3`, and
         ModelForward.run for `distinct`.
         """
         if num_tokens == num_requests:
@@ -260,7 +266,7 @@ class DraftModel(Drafter):
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the kernels before and after the draft model, over padding, without the model."""
+        """Launch the kernels that run before and after the draft model, over padding. See Drafter for `alone`."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)

@@ -38,7 +38,7 @@ class DraftCounts:
     tokens: int = 0  # drafts
 
     def verified(self, num_drafts: int, num_right: int) -> None:
-        """Count the drafts of a request in a step."""
+        """Count a request's drafts in a step. The first `num_right` of `num_drafts` drafts were right."""
         self.requests += 1
         self.tokens += num_drafts
         for position in range(num_right):
@@ -99,7 +99,9 @@ class DraftPlan(PlanFeature):
         self._updated_s = 0.0  # when that was, in seconds of time.perf_counter
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Choose the step's number of drafts. Return the most tokens that a decode computes: its newest and the drafts.
+        """Choose the step's number of drafts.
+
+        Return the most tokens that a decode computes: its newest token and the drafts.
 
         If no request runs, the number of waiting requests counts.
         """

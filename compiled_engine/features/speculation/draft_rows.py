@@ -1,4 +1,4 @@
-"""Batches with drafts: guesses of a request's next tokens, which one step verifies together.
+"""Makes batches with drafts: guesses of a request's next tokens, which one step verifies together.
 
 A step computes a request's newest token and the drafts after it, and samples a token after each. Sampling noise is a
 function of seed, position and token id, so the next token does not depend on the step that computes it: a draft is
@@ -44,7 +44,7 @@ NOT_TAKEN, NO_ROW = -1, -1000
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step with drafts. Dimension A: rows."""
+    """The batch rows of a step with drafts. Dimension A: rows."""
 
     # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
     # first.
@@ -61,7 +61,7 @@ class StepRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
-        """Return the rows of a step.
+        """Return the rows of a step whose requests are in the states.
 
         `known`: the host knows the drafts; otherwise there is a row for each draft that a request may have, and
         `query_lens` are the allowed numbers of rows per request in a step of decodes, ascending.
@@ -105,7 +105,7 @@ class DraftedSteps:
         self._staged = buffers.staged_offsets
 
     def rows(self, step: SchedulerOutput) -> StepRows:
-        """Return the rows of a step whose requests are in the states."""
+        """Return the rows of a step, those of the previous step if possible. The requests must be in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = StepRows.of(step, self._states, known=self._known, query_lens=self._query_lens)
@@ -113,7 +113,7 @@ class DraftedSteps:
         return self._rows
 
     def make_batch(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
-        """Return the batch of these rows, padded to `key`, after staging it, like input_batch.make_batch."""
+        """Stage the batch of these rows, padded to `key`, and return it. See input_batch.make_batch."""
         batch = self._batch
         if batch is None or batch.key != key or rows is not self._rows:
             self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
@@ -130,7 +130,7 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Combines the results of a batch's rows into results of requests, as a CombineRows.
+    """Combines the results of a batch's rows into results of requests. Implements CombineRows.
 
     A request has a row for its newest token and one for each draft after it. Requests are in the step's order.
     """
@@ -148,7 +148,7 @@ class DraftedRows:
     ) -> RunnerOutput:
         """Return the results of requests, combined from the results of their rows, see CombineRows.
 
-        tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist.
+        tokens_R: each row's token; NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist.
         """
         tokens_R = tokens_R[self.places]
         taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
@@ -174,7 +174,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The requests of a step and how many tokens each computes. A step may reuse the rows of one with equal shares."""
+    """The requests of a step and how many tokens each computes. Steps with equal shares may use the same rows."""
 
     request_ids: list[str]
     counts: list[int]
@@ -183,14 +183,14 @@ class StepShares:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
-        """Return the shares of a step whose requests are in the states."""
+        """Return the StepShares of a step whose requests are in the states."""
         return cls(step.request_ids, step.counts, step.samples, states.generation)
 
 
 def make_drafted_batch(
     step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, rows: StepRows, key: GraphKey | None = None
 ) -> InputBatch:
-    """Return the batch of a step with drafts, padded to `key`, after staging it, like input_batch.make_batch."""
+    """Stage the batch of a step with drafts, padded to `key`, and return it. See input_batch.make_batch."""
     request_A, offset_A = rows.request_A, rows.offset_A
     places = np.argsort(request_A, kind="stable")
     starts = np.flatnonzero(offset_A[places] == 0)
@@ -223,7 +223,7 @@ def stage_with_offsets(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Return a batch with offsets (see input_batch.py) of A rows, after staging it.
+    """Stage a batch of A rows with offsets (see input_batch.py) in `buffers`, and return it.
 
     Rows of one token must come first. `lens_A` are the rows' numbers of tokens. `starts_A` are upper bounds of the
     position of the newest token of each row's request. See make_batch for `key` and StepRows for `query_len`.
@@ -276,12 +276,13 @@ def keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Store the tokens that a drafting pass has found, int64 [R], in `states`, as draft number `draft` from 0 on.
+    """Store the tokens of a drafting pass in `states`, as draft number `draft` (from 0) of each request.
 
-    They belong to the requests of the first R rows in `buffers`. room_R: the most drafts of each row, int32; a row
-    without room for this draft gets -1. Also sets the rows' offsets (see input_batch.py) for the next drafting pass,
-    whose input tokens are these drafts: `draft` + 1, or `draft` for a head, which computes the KV entry of a position
-    from the token after it. head: gets the head's next inputs; None if a model drafts. May be captured.
+    token_ids_R: the tokens, int64 [R], for the requests of the first R rows in `buffers`. room_R: the most drafts of
+    each row, int32; a row without room for this draft gets -1. Also sets the rows' offsets (see input_batch.py) for the
+    next drafting pass, whose input tokens are these drafts: `draft` + 1, or `draft` for a head, which computes the KV
+    entry of a position from the token after it. head: receives the head's next inputs; None for a draft model. May be
+    captured in a CUDA graph.
     """
     assert states.ahead_SK is not None
     assert buffers.offsets_R is not None

@@ -19,7 +19,7 @@ PROBE_EVERY = 8
 
 
 def sharpness_name(sharpness: float) -> str:
-    """Return a sharpness as users write it."""
+    """Return a sharpness as users write it: "greedy" for GREEDY_DRAFTS, otherwise the number."""
     return "greedy" if sharpness == GREEDY_DRAFTS else f"{sharpness:g}"
 
 
@@ -40,7 +40,7 @@ class DraftSharpness:
         self._steps = self._probes = 0
 
     def choose(self) -> float:
-        """Return the sharpness of the next step."""
+        """Choose the sharpness of the next step's drafts, and return it: the best one, or one to be measured."""
         least = min(self._candidates, key=lambda candidate: self._seen[candidate])
         if self._seen[least] < LEAST:
             return least
@@ -52,7 +52,10 @@ class DraftSharpness:
         return others[self._probes % len(others)]
 
     def verified(self, sharpness: float, *, right: bool) -> None:
-        """Count the first draft of a request that has a temperature, which was sampled with this sharpness."""
+        """Count the first draft of a request in a step. The request must have a temperature.
+
+        sharpness: the draft was sampled with it. right: the draft was accepted.
+        """
         self._seen[sharpness] += 1 - self._seen[sharpness] / MEMORY
         self._right[sharpness] += right - self._right[sharpness] / MEMORY
 
@@ -76,7 +79,10 @@ class DraftSharpness:
 
 
 def set_sharpness(step: SchedulerOutput, sharpness: float) -> None:
-    """Let the step's drafts be sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
+    """Store `sharpness` in the step's extras: its drafts are sampled from the logits times `sharpness`.
+
+    See SpeculationConfig.sharpnesses.
+    """
     if sharpness != 1.0:
         step.extras[NAME] = sharpness
 

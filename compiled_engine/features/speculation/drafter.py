@@ -1,4 +1,7 @@
-"""The base of draft models and draft heads: passes that make a step's drafts, in one graph if the batch has one."""
+"""Provides the base class of draft models and draft heads, which make a step's drafts in several passes.
+
+All passes of a step are one CUDA graph if the batch has one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ class Drafting:
 
 
 def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
-    """Return a batch of num_rows rows of one token each, in which `query_len` consecutive rows share a request."""
+    """Return a batch of num_rows rows of one token each, in which `query_len` consecutive rows share a request.
+
+    longest: upper bound of the contexts.
+    """
     nothing = np.empty(0, np.int32)
     host = num_rows, query_len, longest
     return InputBatch(
@@ -75,25 +81,26 @@ class Drafter(StepFeature, ABC):
         """Launch the passes that make the drafts, without a graph."""
 
     def read_prompts(self, drafting: Drafting) -> None:
-        """Launch a pass over the step's prompts. A draft head has none, since it reads prompts after the step."""
+        """Launch a pass over the step's prompts. Does nothing for a draft head, which reads prompts after the step."""
 
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
-        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the draft model or head.
+        """Check the tensors of a checkpoint that belong to the draft model or head, as RankWeights.check does.
 
-        Only MTP layers are in the checkpoint of the model.
+        Returns None if none does, as here: only the drafters of MTP layers have tensors in the model's checkpoint.
+        source: the checkpoint's path.
         """
         return None
 
     @abstractmethod
     def launch_inputs(self, *, alone: bool) -> None:
-        """Launch the kernels of a pass except those of the draft model or head, over padding.
+        """Launch the kernels of a pass over padding, except those of the draft model or head.
 
-        alone: only this rank does so, as in a dry run; it must not wait for other ranks.
+        alone: only this rank calls this, as in a dry run, so it must not wait for other ranks.
         """
 
     @abstractmethod
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Run a pass over padding, without side effects.
+        """Run passes over padding, without side effects.
 
         See AttentionInputs for `host_3`, and ModelForward.run for `distinct`.
         """

@@ -39,7 +39,7 @@ class DraftingRows:
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 
     def longest(self, step: SchedulerOutput) -> int:
-        """Return an upper bound of the contexts in a step with these rows."""
+        """Return an upper bound of the context lengths of these requests in the step."""
         if self.all_sampled:
             return max(map(add, step.starts, step.counts), default=1)
         ends = np.array(step.starts, np.int32) + np.array(step.counts, np.int32)
@@ -55,7 +55,10 @@ class DraftingSteps:
         self._rows: DraftingRows | None = None
 
     def rows(self, step: SchedulerOutput) -> DraftingRows:
-        """Return the rows of a step whose requests are in the states."""
+        """Return the drafting rows of a step, those of the previous step if possible.
+
+        The step's requests must be in the states.
+        """
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = DraftingRows.of(step, self._states)

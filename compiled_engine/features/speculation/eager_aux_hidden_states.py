@@ -1,4 +1,4 @@
-"""Makes an eager model return the inputs of the layers that a draft head reads, by module hooks."""
+"""Makes an eager model also return the inputs of the layers that a draft head reads, by PyTorch module hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiled_engine.passes.layout.layer_inputs import layer_stack
 class EagerAuxHiddenStates:
     """The `EagerFeature` that makes the forward also return the inputs of `layers`.
 
-    They follow the hidden states in the forward's result, [T, D] each.
+    In the forward's result, these inputs follow the hidden states, [T, D] each.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:

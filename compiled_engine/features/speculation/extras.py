@@ -1,4 +1,4 @@
-"""The drafts that a step has verified, in the extras of its result and of outputs."""
+"""Defines the counts of verified drafts, which the extras of a step's result and of outputs contain."""
 
 from __future__ import annotations
 

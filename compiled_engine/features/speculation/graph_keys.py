@@ -1,4 +1,4 @@
-"""The keys of CUDA graphs in an engine with drafts: for steps, and for the passes of a draft model or head."""
+"""Defines the keys of CUDA graphs in an engine with drafts: for steps, and for the passes of a draft model or head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class StepKeys:
     def of(cls, keys: Iterable[GraphKey], longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
         """Return the mappings for the dispatcher's keys. See SpeculationConfig for `sizes_read`.
 
-        A step without drafts that a head reads is rare, so its graph serves contexts of any length up to `longest`.
+        A step that has no drafts and does not skip the head is rare, so its graph serves contexts of any length up to
+        `longest`.
         """
         same = {key: key for key in keys}
         if sizes_read is None:
@@ -44,7 +45,7 @@ class StepKeys:
 def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
     """Return the keys of the graphs in which a head processes a step's tokens, by the step's key.
 
-    A graph serves contexts of any length up to `longest`, and steps with any further fields.
+    A graph serves contexts of any length up to `longest`, and steps with any values in `GraphKey.extra`.
     """
 
     def following(key: GraphKey) -> GraphKey:

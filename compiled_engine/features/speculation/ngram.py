@@ -1,4 +1,4 @@
-"""Drafts by n-grams: the tokens that followed an earlier occurrence of the request's last tokens.
+"""Finds drafts by n-grams: the tokens that followed an earlier occurrence of the request's last tokens.
 
 The method is prompt lookup decoding (Saxena, "Prompt lookup decoding", 2023). On a CPU, drafts are written before the
 step's batch is made. On a GPU the host does not know the requests' newest tokens; a kernel writes the drafts, in the
@@ -24,10 +24,10 @@ def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarr
 
 
 def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return the `count` tokens after the newest earlier occurrence of the last tokens.
+    """Return the `count` tokens after the newest earlier occurrence of the last tokens, empty if there is none.
 
-    The result is empty if they did not occur before. A match has `shortest` to `longest` of the last tokens; the
-    longest match wins. If the tokens after it are fewer than `count`, they are repeated.
+    An occurrence is a match of `shortest` to `longest` of the last tokens; the longest match wins. If fewer than
+    `count` tokens follow it, they are repeated.
     """
     last, matched = len(token_ids) - 1, 0
     ends = np.arange(last)  # of the matches so far
@@ -75,7 +75,7 @@ class Ngrams(StepFeature):
             self.launch(batch)
 
     def launch(self, batch: InputBatch) -> None:
-        """Write the drafts of a staged batch."""
+        """Launch the kernel that writes the drafts of a staged batch into the states."""
         from compiled_engine.features.speculation.draft_kernels import (  # Triton is not installed everywhere
             SEARCHED,
             ngram_kernel,

@@ -1,4 +1,4 @@
-"""The device parts of speculation: a feature that lays out drafts, and the choice of a feature that makes them."""
+"""Lays out steps with drafts on the device, and chooses the feature that makes the drafts."""
 
 from __future__ import annotations
 

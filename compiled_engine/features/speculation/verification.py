@@ -1,4 +1,4 @@
-"""Verifies drafts: a request gets a step's tokens up to the first wrong draft. See draft_rows.py for the idea."""
+"""Verifies drafts: a request gets a step's tokens up to the first wrong draft. See draft_rows.py for the method."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def launch_verify(
     acceptance: Acceptance,
     taken_R: torch.Tensor,
 ) -> None:
-    """Launch draft_kernels.verify_kernel. `token_ids_R` is int64.
+    """Launch draft_kernels.verify_kernel, which stores the accepted drafts and sampled tokens of a batch.
 
-    `taken_R`, int32, gets each row's token, 0 for none.
+    `token_ids_R` are the sampled tokens, int64. `taken_R`, int32, receives each row's token, 0 for none.
     """
     from compiled_engine.features.speculation.draft_kernels import verify_kernel  # Triton is not installed everywhere
 
@@ -115,7 +115,7 @@ def verify_reference(
     acceptance: Acceptance,
     taken_R: torch.Tensor,
 ) -> None:
-    """Do the work of draft_kernels.verify_kernel on a CPU."""
+    """Do the work of draft_kernels.verify_kernel on a CPU. For arguments see `launch_verify`."""
     assert states.ahead_SK is not None
     assert buffers.offsets_R is not None
     rows_R, offsets_R = buffers.rows_R.numpy()[:num_rows], buffers.offsets_R.numpy()[:num_rows]

@@ -1,4 +1,7 @@
-"""Lets the cross-attention of an eager model read kept keys and values, as the pass hoist_encoder does."""
+"""Makes the cross-attention of an eager model read stored keys and values of clips.
+
+In compiled models, the pass hoist_encoder does this.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 
 
 class EagerSpeech:
-    """The `EagerFeature` that allocates the keys and values of clips, and sets them in the model."""
+    """The `EagerFeature` that allocates the keys and values of clips, and makes the model read them."""
 
     def __init__(self, config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> None:
         model, num_rows = config.model, limits.num_slots * speech.length

@@ -1,4 +1,7 @@
-"""Clips in extras, as plain data: a request's clip, for the plan, and the clips that a step encodes, for ranks."""
+"""Defines the audio clips in the extras of messages, as plain data.
+
+An EngineRequest has its clip, and a SchedulerOutput has the clips that the step encodes.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,18 @@ class NewClip(msgspec.Struct, frozen=True, array_like=True):
 
 
 def clip_of(request: EngineRequest) -> PromptClip | None:
-    """Return the clip of a request, if it has one."""
+    """Return the clip of a request, or None if it has none."""
     given = request.extras.get(NAME)
     return None if given is None else msgspec.convert(given, PromptClip)
 
 
 def extras_of(key: str) -> dict[str, Any]:
-    """Return the extras of a request with this clip."""
+    """Return the extras of a request whose clip has this key."""
     return {NAME: PromptClip(key)}
 
 
 def blank_clip(name: str, *shape: int) -> ClipInputs:
-    """Return the inputs of a clip of zeros in float32. name: FEATURES or SAMPLES."""
+    """Return the inputs of a clip of zeros in float32. name: FEATURES or SAMPLES. shape: of this input."""
     return {name: PlainTensor("float32", shape, bytes(4 * math.prod(shape)))}
 
 
@@ -56,7 +59,10 @@ def new_clips_of(extras: Mapping[str, Any]) -> Sequence[NewClip]:
 
 
 def transcription_of(extra_args: Mapping[str, Any] | None) -> str | None:
-    """Return one of TRANSCRIPTIONS, the rules of a request's tokens; None for no rules. Raises ValueError otherwise."""
+    """Return the rules that a request's tokens follow, one of TRANSCRIPTIONS; None for no rules.
+
+    Raises ValueError if `extra_args` have another value.
+    """
     given = (extra_args or {}).get(TRANSCRIPTION)
     if given is None or given in TRANSCRIPTIONS:
         return given

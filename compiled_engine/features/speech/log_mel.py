@@ -40,7 +40,7 @@ def _hertz(mels: torch.Tensor) -> torch.Tensor:
 
 
 class LogMel:
-    """The computation of features for one model on one device. mel, num_bins: see MelSettings, SpeechDescription."""
+    """Computes the features of clips for one model on one device. mel, num_bins: see MelSettings, SpeechDescription."""
 
     def __init__(self, mel: MelSettings, num_bins: int, device: torch.device) -> None:
         self._mel = mel
@@ -49,10 +49,10 @@ class LogMel:
         self._filters_BF = mel_filters(mel, num_bins).float().double().to(device)
 
     def __call__(self, samples_CN: torch.Tensor) -> torch.Tensor:
-        """Return the features [C, num_bins, num_samples // hop] in float32 of samples in float32, on the device.
+        """Return the features of C clips, float32 [C, num_bins, num_samples // hop].
 
-        samples_CN: with N at most num_samples; silence follows them. Mel bins are summed in float64, which
-        TF32 settings do not affect.
+        samples_CN: float32 on the device, with N at most num_samples; shorter clips are extended by silence. Mel bins
+        are summed in float64, which TF32 settings do not affect.
         """
         mel = self._mel
         padded_CN = torch.nn.functional.pad(samples_CN, (0, mel.num_samples - samples_CN.shape[1]))
@@ -65,7 +65,7 @@ class LogMel:
 
 
 class ClipFeatures:
-    """Makes the encoder's input of clips, on the device.
+    """Makes the encoder's input features of clips, on the device.
 
     log_mel: None if all clips come with features. dtype: the encoder's.
     """

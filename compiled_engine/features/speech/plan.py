@@ -1,8 +1,9 @@
-"""The plan of clips: which slot on the device has the keys and values of which clip, and which step encodes it.
+"""Plans audio clips: which slot on the device has the keys and values of which clip, and which step encodes the clip.
 
 A request holds the slot of its clip while it runs. A clip that comes again, in another request, in several completions
 of a prompt, or after a preemption, still has its slot unless another clip has needed it. A request waits if its clip
-has no slot and none can be freed, or if its features have not come. They are asked for once the request could start.
+has no slot and none can be freed, or if the clip's features have not come. The core asks the frontend for features once
+the request could start.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ GAUGES = ("clip_slots", "clip_slots_used")
 
 
 class ClipSlots(EmbeddingCache):
-    """The slots of clips as a FindableResource. A clip has one slot, and a request has one clip."""
+    """Assigns slots on the device to clips. Implements FindableResource.
+
+    A clip has one slot, and a request one clip.
+    """
 
     kind = "clip slots"
 
     def place(self, request: Request, key: str) -> int | None:
-        """Let a running request hold a clip, and return its slot; None if the cache does not have it."""
+        """Let a running request hold a clip's slot. Return the slot, or None if the clip has none."""
         held = self.hold(request, 0, key)
         return None if held is None else held.rows[0][0]
 
@@ -48,8 +52,8 @@ class SpeechPlan(PlanFeature):
         self._clips: dict[Request, PromptClip] = {}
         self._slot: dict[Request, int] = {}  # of requests that are being admitted
         self.features = PixelStore(STEPS_AHEAD * config.step_clips)
-        self._encoded: list[tuple[str, CachedImage]] = []  # by the step being planned
-        self._skips = False  # waiting requests, since the last `reconsiders`
+        self._encoded: list[tuple[str, CachedImage]] = []  # clips that the step being planned encodes
+        self._skips = False  # whether a waiting request was skipped since the last `reconsiders`
         self._counts = dict.fromkeys(_PLANNED, 0)
 
     def resources(self, groups: Any) -> tuple[CacheResource, ...]:
@@ -92,7 +96,12 @@ class SpeechPlan(PlanFeature):
         return self.features.take_completed() or skipped
 
     def limit_share(self, request: Request, num_tokens: int) -> int:
-        """Give a request that starts a slot for its clip. `may_start` has checked that there is one."""
+        """Assign a slot to the clip of a request that starts.
+
+        Return `num_tokens`: the step may compute all these tokens.
+
+        `may_start` has checked that there is a slot.
+        """
         if request.status is not RequestStatus.RUNNING:
             self._slot[request] = self._place(request, self._clips[request].key)
         return num_tokens
@@ -101,7 +110,7 @@ class SpeechPlan(PlanFeature):
         extras[NAME] = self._slot.pop(request)
 
     def built(self, builder: StepBuilder) -> None:
-        """Cancel the clips that the step would encode, if it is empty."""
+        """Cancel the clips that the step would encode, if the step is empty."""
         if builder.is_empty:
             self._slots.unregister([held.place for _, held in self._encoded])
             self._reset()

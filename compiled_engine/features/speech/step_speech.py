@@ -1,4 +1,4 @@
-"""The device part of speech: encodes clips before a step, and keeps the keys and values of each in its slot."""
+"""Encodes the clips of a step on the device, before the step, and keeps each clip's keys and values in its slot."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 class StepSpeech(StepFeature):
     """Runs the encoder for the clips of a step, and sets the row field with the slot of each request's clip.
 
-    encode, hoisted: the model's callables. kept: the buffers of keys and values of the first layer, then of the next
-    ones, [slots * length, H, d] each. rules: None if the checkpoint states no rules.
+    encode, hoisted: the model's callables; `hoisted` computes keys and values from the result of `encode`. kept: the
+    buffers of keys and values of the first layer, then of the next ones, [slots * length, H, d] each. rules: None if
+    the checkpoint states no rules.
     """
 
     name = NAME

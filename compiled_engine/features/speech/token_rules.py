@@ -1,9 +1,9 @@
-"""The rules of a transcription's tokens, applied to logits on the device: suppressed tokens, and timestamps.
+"""Applies the rules of a transcription's tokens to logits on the device: suppressed tokens, and timestamps.
 
-The rules are those of the paper (Radford et al., arXiv:2212.04356), as transformers applies them when it generates
-with Whisper. A text with timestamps begins with one. Each segment of the text is between two timestamps; the last
-segment may lack its end. Timestamps never decrease. If all timestamps together are more probable than each other token,
-the next token is a timestamp.
+The rules are those of Radford et al., arXiv:2212.04356, as transformers applies them when it generates with Whisper. A
+text with timestamps begins with one. Each segment of the text is between two timestamps; the last segment may lack its
+end. Timestamps never decrease. If all timestamps together are more probable than each other token, the next token is a
+timestamp.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START, TIMED, LAST, BEFORE, NEWEST = ("text_start", "text_is_timed", "last_is_ti
 class TokenRules:
     """The `LogitsProcessor` of requests that transcribe, see `transcription_of`.
 
-    The sampler calls it before a token is chosen; `took` notes the token afterwards.
+    The sampler calls it before a token is chosen; `took` records the token afterwards.
     """
 
     def __init__(self, rules: SpeechRules, fields: RowFields) -> None:
@@ -63,7 +63,10 @@ class TokenRules:
             self._limit(logits_RV, rows_R, first_R1)
 
     def took(self, rows_N: np.ndarray, last_token_S: torch.Tensor) -> None:
-        """Record the newest tokens of `rows_N`, except rows without timestamps. last_token_S: newest tokens by row."""
+        """Record the newest tokens of those of the rows `rows_N` that have timestamps.
+
+        last_token_S: newest token by row.
+        """
         timed_N = rows_N[self._is_timed_N[rows_N]]
         if not len(timed_N):
             return
@@ -75,7 +78,10 @@ class TokenRules:
         newest.index_copy_(0, rows, torch.where(time_N >= 0, time_N, newest[rows]))
 
     def _limit(self, logits_RV: torch.Tensor, rows_R: torch.Tensor, first_R1: torch.Tensor) -> None:
-        """Apply the rules of timestamps to the rows that have any."""
+        """Apply the rules of timestamps in place, to the rows that have timestamps.
+
+        first_R1: whether a row's first token is being chosen.
+        """
         rules, never = self._rules, -torch.inf
         text_RV, times_RV = logits_RV.tensor_split([rules.first_timestamp], 1)
         timed_R1, last_R1, before_R1 = (self._fields[name][rows_R, None] > 0 for name in (TIMED, LAST, BEFORE))

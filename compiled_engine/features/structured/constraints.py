@@ -1,4 +1,4 @@
-"""Constraints of requests: the queue of requests whose grammars are being compiled, and the masks of each step.
+"""Manages the constraints of requests: queues requests whose grammars are being compiled, and makes each step's masks.
 
 Requests whose grammar is being compiled are held back from the scheduler's queue and do not delay it. The masks of a
 step are computed while it runs: each constraint gets its request's newest tokens and returns the next mask.

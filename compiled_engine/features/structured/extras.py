@@ -1,4 +1,4 @@
-"""The extras of constrained requests in messages, which both sides of the engine core read.
+"""Defines the data of constrained requests in the extras of messages between the frontend, the engine core and ranks.
 
 An EngineRequest has its grammar, and LateInputs have the masks of a step.
 """
@@ -15,19 +15,19 @@ NAME = "structured"
 
 
 def extras_of(grammar: str | None) -> dict[str, Any]:
-    """Return the extras of a request with this grammar, in llguidance's form; {} for None."""
+    """Return the extras of a request with this grammar, in llguidance's format; {} for None."""
     return {} if grammar is None else {NAME: grammar}
 
 
 def grammar_of(request: EngineRequest) -> str | None:
-    """Return the grammar of a request, if it has one."""
+    """Return the grammar of a request, or None if it has none."""
     return request.extras.get(NAME)
 
 
 class TokenMasks(msgspec.Struct, frozen=True, array_like=True):
-    """The allowed next tokens of M requests.
+    """The masks of allowed next tokens of M requests.
 
-    A request that samples late for a constraint but is not listed has failed; its tokens are not used.
+    A constrained request of the step that is not listed has failed; its tokens are not used.
     """
 
     request_ids: list[str]
@@ -35,5 +35,5 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def masks_in(extra: Any) -> TokenMasks:
-    """Return the masks in the feature's extra of LateInputs."""
+    """Return the masks from the entry of this feature in LateInputs."""
     return msgspec.convert(extra, TokenMasks)

@@ -16,7 +16,10 @@ from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, Toke
 
 
 class Structured(PlanFeature):
-    """Holds back and masks constrained requests. `max_num_requests` is the most requests of a step."""
+    """Holds back requests until their grammars are compiled, and makes the masks of constrained requests.
+
+    `max_num_requests` is the most requests of a step.
+    """
 
     calls = ("set_vocabulary",)
 
@@ -41,7 +44,7 @@ class Structured(PlanFeature):
     def holds_back(self, request: EngineRequest, given: TokenMask | None) -> bool:
         """Return whether a request is held back until its grammar is compiled. `given` is its token mask, if any.
 
-        Raises ValueError if the request has both, or has a grammar and no vocabulary was set.
+        Raises ValueError if the request has a grammar and a token mask, or has a grammar and no vocabulary was set.
         """
         if grammar_of(request) is not None:
             if given is not None:
@@ -53,7 +56,10 @@ class Structured(PlanFeature):
         return False
 
     def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return the requests with ready grammars, and the final outputs of requests with failed grammars."""
+        """Return the requests with ready grammars, and the final outputs of requests with failed grammars.
+
+        patience_s: the longest time to wait if no grammar is ready.
+        """
         ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}
         return [request for request, _ in ready], failed
@@ -63,7 +69,7 @@ class Structured(PlanFeature):
         self._given.pop(request_id, None)
 
     def added(self, request: Request) -> None:
-        """Let a constrained request sample late, and one token per step, since each token needs a mask."""
+        """Make a constrained request wait for a mask before each token, and get only one token per step."""
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
             request.samples_late = True
@@ -76,7 +82,7 @@ class Structured(PlanFeature):
         return {NAME: self._masks.finish()}
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """Return how a request ends for which no token is allowed: "stop" if its grammar is complete, otherwise None.
+        """Return how a request ends whose mask allows no token: "stop" if its grammar is complete, None for an error.
 
         After a complete grammar only an end-of-sequence token may follow, and a parameter such as min_tokens can forbid
         it.

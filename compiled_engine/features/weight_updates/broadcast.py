@@ -1,4 +1,4 @@
-"""Receive weights that a trainer broadcasts to all ranks: over gloo on the host, whatever the device, or over NCCL."""
+"""Receives weights that a trainer broadcasts to all ranks: over gloo on the host, whatever the device, or over NCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Receive = Callable[[int], torch.Tensor]
 class Broadcasts:
     """Receives the messages of a trainer, which is rank 0 of a group with the engine's ranks.
 
-    receive: see `over_gloo` and `over_nccl`. packed: a message has several tensors.
+    receive: see `over_gloo` and `over_nccl`. packed: whether a message has several tensors.
     """
 
     def __init__(self, receive: Receive, *, packed: bool) -> None:
@@ -48,9 +48,10 @@ class Broadcasts:
 
 
 def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
-    """Join the gloo process group of a trainer; messages are on the host.
+    """Join the gloo process group of a trainer. Return a function that receives its messages on the host.
 
-    address, port: address of the trainer's store. Raises RuntimeError if the trainer does not answer.
+    address, port: address of the trainer's store. rank: of this process in the group. Raises RuntimeError if the
+    trainer does not answer.
     """
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=TIMEOUT)
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
@@ -64,10 +65,10 @@ def over_gloo(address: str, port: int, rank: int, world_size: int) -> Receive:
 
 
 def over_nccl(address: str, port: int, rank: int, world_size: int, device: torch.device) -> Receive:
-    """Join the NCCL communicator of a trainer, see nccl.py; messages are on the device.
+    """Join the NCCL communicator of a trainer, see nccl.py. Return a function that receives its messages on the device.
 
-    address, port: address of the trainer's store. Raises ControlError for another device than a GPU, and RuntimeError
-    or ValueError if the trainer does not answer as it should.
+    address, port: address of the trainer's store. rank: of this process in the communicator. Raises ControlError for
+    another device than a GPU, and RuntimeError or ValueError if the trainer does not answer as it should.
     """
     if device.type != "cuda":
         raise ControlError(f"NCCL sends between GPUs, but the device is {str(device)!r}; allowed: gloo")
@@ -99,7 +100,10 @@ def _bytes_of(announced: Announced) -> int:
 
 
 def _messages(announced: Sequence[Announced], most: int) -> Iterator[list[Announced]]:
-    """Divide tensors into messages: each but the last ends with the tensor that brings it above `most` bytes."""
+    """Yield the tensors of each message.
+
+    Each message but the last ends with the tensor that brings it above `most` bytes.
+    """
     message: list[Announced] = []
     for each in announced:
         message.append(each)

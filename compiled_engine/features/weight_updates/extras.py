@@ -1,4 +1,4 @@
-"""Plain data of weight updates: the version of the weights in outputs, and descriptions of tensors on a GPU.
+"""Defines the plain data of weight updates: the version of the weights in outputs, and descriptions of GPU tensors.
 
 A description lets another process of the same host open a tensor's memory by CUDA IPC. The fields are those of
 PyTorch's own sharing between processes (`torch.UntypedStorage._share_cuda_`), with bytes in base64.
@@ -21,7 +21,7 @@ def version_in(extras: dict[str, Any]) -> str | None:
 
 
 class SharedStorage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The memory of tensors on a GPU."""
+    """Describes memory on a GPU, which has one or several tensors."""
 
     handle: str  # of the allocation that contains it
     num_bytes: int

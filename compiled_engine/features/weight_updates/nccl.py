@@ -1,4 +1,4 @@
-"""Receive a trainer's broadcasts over NCCL into a GPU's memory.
+"""Receives a trainer's broadcasts over NCCL into a GPU's memory.
 
 The protocol is that of vLLM's weight transfer, so its clients, such as TRL's, can send: the trainer, rank 0, has a
 `torch.distributed.TCPStore`, and puts the id of an NCCL communicator under the key ID_KEY; all ranks join the
@@ -49,9 +49,9 @@ def unique_id_in(value: bytes) -> bytes:
 
 
 class NcclCommunicator:
-    """A communicator of a trainer, which is rank 0, and the engine's ranks. It is left when this object is deleted.
+    """A communicator of a trainer, which is rank 0, and the engine's ranks.
 
-    Raises RuntimeError if the communicator cannot be made.
+    Deleting this object leaves the communicator. Raises RuntimeError if the communicator cannot be made.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class NcclCommunicator:
                 raise
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Send `data` of rank 0 to all ranks, uint8 [n] on the device. Complete on return.
+        """Receive into `data`, uint8 [n] on the device, what rank 0 sends to all ranks. Complete on return.
 
-        Raises RuntimeError if it takes longer than the timeout, or if NCCL fails; the communicator is then of no use.
+        Raises RuntimeError if it takes longer than the timeout, or if NCCL fails; the communicator is then aborted and
+        of no use.
         """
         count, pointer = ctypes.c_size_t(data.numel()), data.data_ptr()
 
@@ -105,7 +106,10 @@ class NcclCommunicator:
         self._leave()
 
     def _run(self, launch: Callable[[ctypes.c_void_p], None]) -> None:
-        """Launch work after that of the current stream, and wait for its end."""
+        """Launch work on the communicator's stream, after the work of the current stream, and wait until it has ended.
+
+        launch: launches the work on a stream. Raises RuntimeError if the work takes longer than the timeout.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         launch(ctypes.c_void_p(self._stream.cuda_stream))
         done = torch.cuda.Event()

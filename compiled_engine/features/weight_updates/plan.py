@@ -1,4 +1,4 @@
-"""The planning part of weight updates: receives updates, puts them into place and keeps the version of the weights.
+"""Plans weight updates: receives updates, puts them into place and keeps the version of the weights.
 
 An update is received in any number of parts, which the ranks store beside the weights in use. When it is finished,
 every rank checks all of it, then every rank copies it into place, between two steps. So an update that fails its check,
@@ -45,14 +45,15 @@ class WeightUpdates(PlanFeature):
         self._held = ""  # why no update may be put into place; "" if it may
 
     def start_weight_update(self) -> None:
-        """Begin an update. An unfinished earlier one is dropped, since its sender must have gone."""
+        """Begin an update. An unfinished earlier update is dropped, since its sender must have gone."""
         self._call(NAME, "drop")
         self._num_received = 0
 
     def receive_weights(self, **arguments: Any) -> int:
-        """Add tensors to the update; return how many it has. arguments: see StepWeightUpdates.take.
+        """Add tensors to the update. Return how many tensors it has now. arguments: see StepWeightUpdates.take.
 
-        Raises ControlError if no update is under way, or if a tensor cannot be read; then none of these is added.
+        Raises ControlError if no update is under way, or if a tensor cannot be read; none of these tensors is then
+        added.
         """
         self._require_started()
         self._num_received = self._call(NAME, "take", **arguments)[0]
@@ -63,7 +64,7 @@ class WeightUpdates(PlanFeature):
         self._call(NAME, "connect", **arguments)
 
     def receive_weight_broadcast(self, **arguments: Any) -> int:
-        """Add tensors that the trainer broadcasts to the update; return how many it has. No step runs meanwhile.
+        """Add tensors that the trainer broadcasts. Return how many tensors the update has now. No step runs meanwhile.
 
         arguments, errors: see StepWeightUpdates.take_broadcast. Raises ControlError if no update is under way.
         """
@@ -72,7 +73,7 @@ class WeightUpdates(PlanFeature):
         return self._num_received
 
     def receive_shared_weights(self, **arguments: Any) -> int:
-        """Add tensors in memory that the trainer shares to the update; return how many it has.
+        """Add tensors in memory that the trainer shares. Return how many tensors the update has now.
 
         arguments, errors: see StepWeightUpdates.take_shared. Raises ControlError if no update is under way.
         """
@@ -135,7 +136,7 @@ class WeightUpdates(PlanFeature):
         self._lost = why
 
     def hold(self, why: str) -> None:
-        """Let no update be put into place, for the reason `why`; "" lifts this."""
+        """Forbid that updates are put into place, for the reason `why`; "" allows it again."""
         self._held = why
 
     def holds_steps(self) -> str:

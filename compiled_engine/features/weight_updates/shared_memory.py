@@ -1,4 +1,4 @@
-"""Open tensors that another process has shared by CUDA IPC, after every field of their descriptions was checked."""
+"""Opens tensors that another process shares by CUDA IPC, after checking every field of their descriptions."""
 
 from __future__ import annotations
 

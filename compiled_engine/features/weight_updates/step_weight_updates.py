@@ -1,4 +1,4 @@
-"""The part of weight updates on a rank's device: keeps the tensors of an update, checks them and copies them."""
+"""Stores the tensors of weight updates on a rank, checks them and copies them into place."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors
 from compiled_engine.process.progress import SilentProgress
 
-# Check tensors, with the name of their origin, against a model; None if none of them belongs to the model.
+# A function that checks tensors against a model. The path names their origin in errors. Returns None if none of them
+# belongs to the model.
 CheckTensors = Callable[[dict[str, torch.Tensor], Path], CheckedWeights | None]
 SEVERAL = Path("the update")  # names an update that does not come from one folder, in errors
 
 
 class StepWeightUpdates(StepFeature):
-    """Fills a rank's parameters again, at the same addresses, with the code that loads checkpoints.
+    """Replaces the values of a rank's parameters, at the same addresses, with the code that loads checkpoints.
 
     The tensors of an update have the names and shapes of the checkpoint's: they are whole, not this rank's part.
     """
@@ -49,7 +50,7 @@ class StepWeightUpdates(StepFeature):
         others: Sequence[CheckTensors] = (),
         open_storage: OpenStorage | None = None,
     ) -> None:
-        """Make the feature of a rank. rank, num_ranks: among the ranks of all stages.
+        """Make the feature of a rank. rank, num_ranks: index and number among the ranks of all stages.
 
         others: checks of further models, such as a vision tower, whose tensors an update may lack. open_storage: opens
         memory that a trainer shares; None: by CUDA IPC.
@@ -66,12 +67,12 @@ class StepWeightUpdates(StepFeature):
     def take(
         self, path: str | None = None, tensors: Iterable[tuple[str, torch.Tensor]] = (), temporary: bool = False
     ) -> int:
-        """Store tensors of an update; return the number stored so far.
+        """Store tensors of an update. Return the number stored so far.
 
         path: a folder with safetensors files, which are mapped, so that they may be deleted afterwards. tensors: stored
         by reference, if there is no path. temporary: errors do not name the folder.
 
-        Raises ControlError, and stores none of them, if files are missing or damaged, or a name comes twice.
+        Raises ControlError, and stores none of these tensors, if files are missing or damaged, or a name comes twice.
         """
         found = tensors if path is None else _mapped(path).items()
         self._source = SEVERAL if path is None or temporary or self._tensors else Path(path)
@@ -102,10 +103,10 @@ class StepWeightUpdates(StepFeature):
     def take_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], packed: bool | None = None
     ) -> int:
-        """Store tensors that the trainer broadcasts; return the number stored so far. packed: see Broadcasts.receive.
+        """Store tensors that the trainer broadcasts. Return the number stored so far. packed: see Broadcasts.receive.
 
-        Raises ControlError, and stores none of them, if there is no group, a dtype is not allowed, the trainer ends
-        meanwhile, or a name comes twice.
+        Raises ControlError, and stores none of these tensors, if there is no group, a dtype is not allowed, the trainer
+        ends meanwhile, or a name comes twice.
         """
         if self._broadcasts is None:
             raise ControlError("no trainer is connected; initialise the weight transfer first")
@@ -122,11 +123,11 @@ class StepWeightUpdates(StepFeature):
         return self._keep(received)
 
     def take_shared(self, shared: dict[str, Any]) -> int:
-        """Store tensors in memory that the trainer shares by CUDA IPC; return the number stored so far.
+        """Store tensors in memory that the trainer shares by CUDA IPC. Return the number stored so far.
 
         shared: SharedTensors as plain data. The tensors are stored by reference, or copied if its `copy` is set. Raises
-        ControlError, and stores none of them, if the description is invalid, its memory cannot be opened, or a name
-        comes twice.
+        ControlError, and stores none of these tensors, if the description is invalid, its memory cannot be opened, or a
+        name comes twice.
         """
         found = opened(shared, gpu_uuid(self._device), self._open_storage)
         if not shared.get("copy"):
@@ -149,7 +150,7 @@ class StepWeightUpdates(StepFeature):
         return len(self._tensors)
 
     def check(self) -> None:
-        """Check the update. Raises ControlError if its tensors do not fit the parameters, see `check_weights`."""
+        """Check the update. Raises ControlError if its tensors do not fit the parameters, see RankWeights.check."""
         try:
             found = [check(self._tensors, self._source) for check in (self.weights.check, *self._others)]
         except ValueError as error:

@@ -9,11 +9,10 @@ LONGEST_PART = 4096
 
 
 class AnswerParser:
-    """Splits an answer into pieces: reasoning first, then calls in the remaining text.
+    """Splits an answer into pieces. The parser `reasoning` reads it first; the parser `tools` reads its content.
 
-    The parser `reasoning` is None if the answer cannot have reasoning. The parser `tools` is None if there are no
-    tools, or if `reasoning` reads calls too. With `one_call`, all calls but the first are dropped (parallel_tool_calls
-    is false).
+    `reasoning` is None if the answer cannot have reasoning. `tools` is None if there are no tools, or if `reasoning`
+    reads calls too. With `one_call`, all calls but the first are dropped (parallel_tool_calls is false).
     """
 
     def __init__(self, reasoning: TextParser | None, tools: TextParser | None, *, one_call: bool = False) -> None:
@@ -50,7 +49,7 @@ class AnswerParser:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces with adjacent pieces of the same kind merged. Arguments of different calls stay apart."""
+    """Return the pieces, with adjacent pieces of one type merged. Call arguments are merged only within a call."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

@@ -31,7 +31,7 @@ class ArgumentSchemas:
         self.closed = any(part.get("additionalProperties") is False for part in always)
 
     def of(self, name: str) -> list[Any]:
-        """Return the schemas of the argument `name`. Its value must follow at least one of them."""
+        """Return the schemas of the argument `name`. A value of the argument must satisfy at least one of them."""
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
@@ -46,10 +46,10 @@ class ArgumentSchemas:
             return ANY_TYPE
 
     def branches(self, name: str) -> list[Mapping[str, Any]]:
-        """Return alternative schemas of the argument `name`. Its value must follow at least one of them.
+        """Return alternative schemas of the argument `name`. A value must satisfy at least one of them.
 
-        References and branches are resolved, so that each schema has at most one type. Exceptions are schemas with
-        const or enum, and an allOf of several schemas, which are kept.
+        References and branches are resolved, so that each schema has at most one type. Schemas with const or enum, or
+        with an allOf of several schemas, are kept as they are.
         """
         found: list[Mapping[str, Any]] = []
         seen: set[str] = set()
@@ -74,9 +74,9 @@ class ArgumentSchemas:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert an argument's text to JSON of one of these types.
+    """Return an argument's text as JSON of one of the JSON types `types`.
 
-    Of several types, "string" is tried last. Text that fits no type becomes a string.
+    The type "string" is tried last. Text that fits no type becomes a JSON string.
     """
     if "string" not in types:
         text = text.strip()
@@ -98,7 +98,7 @@ def may_be_null(text: str) -> bool:
 
 
 def referred(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the schema that a reference within the document points to; {} if there is none."""
+    """Return the schema in the document `root` that a reference such as #/$defs/name points to; {} if none."""
     found: Any = root
     path = reference.removeprefix("#")
     for name in path.split("/")[1:] if path != reference else [""]:
@@ -133,7 +133,10 @@ def _refuse(text: str) -> Any:
 
 
 def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema, and recursively all schemas that it references or has under `branches`, each reference once."""
+    """Yield a schema, and recursively the schemas that it references or lists under the keys `branches`.
+
+    References point into the document `root`. Each is followed once.
+    """
     seen: set[str] = set()
     waiting = [schema]
     while waiting:
@@ -149,7 +152,10 @@ def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> I
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """Return the types that a schema allows. `known` caches the types of the schemas that are referred to."""
+    """Return the JSON types that a schema allows. Its references point into the document `root`.
+
+    `known` caches the types by reference, and is extended here.
+    """
     schema, found = _mapping(schema), ANY_TYPE
     given = schema.get("type")
     names = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}

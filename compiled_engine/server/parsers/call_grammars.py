@@ -40,9 +40,9 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """Return the Lark rule `free`, which matches calls and the text around them. The text contains none of the marks.
+    """Return the Lark rule `free`, which matches calls and the text around them. The text contains none of `marks`.
 
-    A call is the first mark, followed by the rule `rest`.
+    A call is the first of `marks`, followed by the rule `rest`, which the caller defines.
     """
     start = literal(marks[0])
     if start == quoted(marks[0]):  # plain text, so text before it must end where it begins
@@ -70,8 +70,8 @@ def quoted(text: str) -> str:
 def text_until(mark: str, literal: Literal, name: str) -> str:
     """Return the Lark rule `name`, which matches any text and the mark that follows it.
 
-    Text never contains a special token, so a mark that is one ends the text. Any other mark is the rule's suffix, for
-    which the grammar library searches.
+    A mark that is a special token can follow the text directly, since text never contains special tokens. Any other
+    mark becomes the rule's suffix, for which the grammar library searches.
     """
     written = literal(mark)
     if written == quoted(mark):
@@ -116,7 +116,7 @@ class MarkedGrammar:
 
 
 def object_begin(name: str, literal: Literal, key: str = "arguments") -> str:
-    """Return, in Lark, the beginning of a call that is a JSON object, up to its arguments."""
+    """Return, in Lark, the beginning of a call that is a JSON object, up to its arguments, which are under `key`."""
     return quoted(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
 
 
@@ -152,7 +152,10 @@ def python_begin(name: str, literal: Literal) -> str:
 
 
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Llama 3's calls. An answer without a call begins with neither a brace nor llama3_json.TAG."""
+    """Return the rules of Llama 3's calls. Implements CallGrammar.
+
+    An answer without a call begins with neither a brace nor llama3_json.TAG.
+    """
     tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
     if tag == quoted(llama3_json.TAG):
         text += rf" & ~/\s*{re.escape(llama3_json.TAG)}(?s:.*)/"
@@ -164,7 +167,7 @@ def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of calls in Mistral's format.
+    """Return the rules of calls in Mistral's format. Implements CallGrammar.
 
     If the template has a token between names and arguments, a call is a name and arguments. Otherwise calls are a list
     of objects.
@@ -186,7 +189,7 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
 def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
     """Return the rules of gpt-oss's format, in which an answer has at most one call, at its end.
 
-    The rule `free` uses the rule `thought` of the reasoning grammar.
+    Implements CallGrammar. The rule `free` uses the rule `thought` of the reasoning grammar.
     """
     start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
     calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
@@ -217,7 +220,7 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
     """Return the Lark rule `tool`, which matches a JSON object of a tool's name and, under `key`, its arguments.
 
-    The rules that it uses follow it.
+    The result also has the rules that `tool` uses.
     """
     rules = [
         f'tool_{index}: {object_begin(tool.name, quoted, key)} arguments_{index} "}}"'

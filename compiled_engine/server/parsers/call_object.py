@@ -25,7 +25,7 @@ class CallObject:
         self.closed = False  # The object is complete.
         # It is not a call or, once begun, no longer valid. The character that shows this is not part of it.
         self.failed = False
-        self.raw = ""  # its text until it has begun
+        self.raw = ""  # the object's text so far, until `begun`
         self._names = names
         self._expected = "object"
         self._key = ""

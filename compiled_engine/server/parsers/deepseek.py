@@ -1,4 +1,4 @@
-"""DeepSeek's calls: V3 and R1 fence the arguments, V3.1 writes them directly after the name."""
+"""Parse DeepSeek's calls: V3 and R1 fence the arguments, V3.1 writes them directly after the name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of Gemma 4 and FunctionGemma, such as `<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`."""
+"""Parse calls of Gemma 4 and FunctionGemma, such as `<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKUP, FUNCTION_MARKUP = (*GEMMA4.texts, QUOTE), (*FUNCTION_GEMMA.texts, FUNCTI
 
 
 class GemmaParser(MarkedCalls):
-    """Reads calls with arguments in Gemma's syntax or in JSON."""
+    """Reads calls with arguments in Gemma's syntax or in JSON. `quote` is the mark around strings."""
 
     def __init__(self, marks: CallMarks, quote: str) -> None:
         super().__init__(marks, lambda: NamedCall((KIND, NAME), lambda: GemmaArguments(quote)))

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss in the harmony format: messages with headers that name a channel and a recipient.
+"""Parse answers of gpt-oss in the harmony format: messages with headers that name a channel and a recipient.
 
 Example, on one line: <|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary
 to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>. The prompt ends with the first <|start|>assistant.
@@ -17,7 +17,7 @@ MARKUP = START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = (
     *("<|end|>", "<|call|>", "<|return|>"),
 )
 AUTHOR, FUNCTIONS = "assistant", "functions."
-# Maximum characters of a header, each of which is matched together with all before it.
+# Maximum characters of a header. The whole header is matched again for each new part, so a long one would cost much.
 LONGEST_HEADER = 512
 _MARKER = re.compile("|".join(map(re.escape, MARKUP)))
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w*)")
@@ -51,7 +51,8 @@ class HarmonyParser:
     def behind(cls, prompt: str, continued: str | None, names: Collection[str] | None) -> HarmonyParser:
         """Return a parser for the text after a prompt.
 
-        `continued` is the message that the text continues, if any; the text is then content.
+        `continued` is the message that the text continues, or None; text that continues a message is content. `names`
+        is the same as for the constructor.
         """
         parser = cls(None)
         if continued is not None:

@@ -1,4 +1,4 @@
-"""Calls of Kimi K2, whose ids contain the tool's name, such as `functions.add:0`."""
+"""Parse calls of Kimi K2, whose ids contain the tool's name, such as `functions.add:0`."""
 
 from __future__ import annotations
 

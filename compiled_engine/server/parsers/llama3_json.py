@@ -1,4 +1,4 @@
-"""Calls of Llama 3: an answer that is one JSON object, or several separated by semicolons."""
+"""Parse calls of Llama 3: an answer that is one JSON object, or several separated by semicolons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TAG = "<|python_tag|>"
 class Llama3JsonParser:
     """Reads calls that are JSON objects and name a tool of the request. Any other JSON is content.
 
-    TAG may precede the first object. From the first text that is not a call, everything is content.
+    TAG may precede the first object. After the first text that is not a call, all text is content.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -41,7 +41,7 @@ class Llama3JsonParser:
         return [Content(held)] if held else []
 
     def _read_before(self, text: str) -> str:
-        """Read up to where an object begins; return the text from there."""
+        """Read the text before an object. Return the rest: the object's beginning, or text that is not a call."""
         separator = ";" if self._count else TAG
         for place, character in enumerate(text):
             seen = self._held.strip()

@@ -23,7 +23,10 @@ class CallReader(Protocol):
     raw: str
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
-        """Read to the end of the text or of the call (`closed` or `failed`). Return the text after the call."""
+        """Read to the end of the text or of the call (`closed` or `failed`). Return the text after the call.
+
+        `index` and `pieces` mean the same as in `CallObject.read`.
+        """
         ...
 
 

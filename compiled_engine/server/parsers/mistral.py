@@ -1,4 +1,4 @@
-"""Calls of Mistral's models: [TOOL_CALLS] and a list of objects, or a name and arguments for each call."""
+"""Parse calls of Mistral's models: [TOOL_CALLS] and a list of objects, or a name and arguments for each call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Cont
 
 MARKER = "[TOOL_CALLS]"
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
-# Maximum characters of a name with tags and id, each of which is matched together with all before it.
+# Maximum characters of a name with tags and id. All of it is matched again for each character: a long one costs much.
 LONGEST_BEFORE = 512
 MARKUP = (MARKER, CALL_ID, ARGUMENTS)
 
@@ -50,7 +50,10 @@ class MistralParser:
         return rest
 
     def _read_form(self, text: str, pieces: list[Piece]) -> str:
-        """Read whitespace after the marker, up to a list of calls or a name. Return the text after it."""
+        """Read whitespace after the marker, up to the bracket of a list of calls, or up to a name.
+
+        Return the text after the bracket, or the text from the name on.
+        """
         for place, character in enumerate(text):
             if character == "[":
                 self._call, self._read = CallObject(), self._read_object
@@ -121,7 +124,10 @@ class MistralParser:
 
 
 def _may_precede_arguments(text: str) -> bool:
-    """Return whether the text can begin `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
+    """Return whether the text is the beginning of `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`.
+
+    The result is False for text longer than LONGEST_BEFORE.
+    """
     name, bracket, rest = text.partition("[")
     if len(text) > LONGEST_BEFORE:
         return False

@@ -16,8 +16,8 @@ LONGEST_NAME = 300
 class Arguments(Protocol):
     """Reads arguments character by character, from the opening brace on."""
 
-    closed: bool  # They are complete.
-    failed: bool  # The last character cannot be part of them.
+    closed: bool  # The arguments are complete.
+    failed: bool  # The last character cannot be part of the arguments.
 
     def push(self, character: str) -> str:
         """Read a character. Return the JSON that it completes."""
@@ -41,8 +41,8 @@ class JsonArguments:
 class NamedCall:
     """Reads one call with optional whitespace between its parts, and streams its arguments.
 
-    The fields have the same meaning as in `CallObject`. `read` returns an invalid head together with the text after it,
-    since the head may contain the mark of another call.
+    The fields have the same meaning as in `CallObject`. The head is the text before the arguments. `read` returns an
+    invalid head together with the text after it, since the head may contain the mark of another call.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class PythonCall:
 
 
 def _joined(arguments: list[str]) -> str | None:
-    """Return a call's arguments as JSON, or None if they are invalid."""
+    """Return a call's arguments as one JSON object, or None if they are invalid. `arguments`: their Python text."""
     if not arguments[-1].strip():  # no arguments, or a trailing comma
         arguments = arguments[:-1]
     if len(arguments) == 1 and (text := arguments[0].strip()).startswith("**"):
@@ -118,7 +118,7 @@ def _joined(arguments: list[str]) -> str | None:
 
 
 def _value_of(text: str) -> Any:
-    """Return the value of a literal. Raises any error of `ast.literal_eval` for other text."""
+    """Return the value of a Python or JSON literal. Raises the errors of `ast.literal_eval` for other text."""
     if text in WORDS:
         return WORDS[text]
     with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def _value_of(text: str) -> Any:
 
 
 class _WithoutWords(ast.NodeTransformer):
-    """Replaces the literals of JSON, such as true, by Python's."""
+    """Replaces JSON's literals true, false and null with Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.copy_location(ast.Constant(WORDS[node.id]), node) if node.id in WORDS else node

@@ -136,10 +136,10 @@ class TaggedAnswer:
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
     """Return True if the text after `prompt` begins as reasoning, and None if the reasoning has already ended.
 
-    False otherwise: the text may then open the reasoning itself.
+    Otherwise return False: the text may begin with the opening tag.
 
-    `continued` is the message that the text continues, if any. If that message has text, its last tag decides; without
-    a tag, the reasoning has ended. Otherwise the tag at the prompt's end decides and, without one, `tags.inside`.
+    `continued` is the message that the text continues, or None. If that message has text, its last tag decides; without
+    a tag, the reasoning has ended. Otherwise the tag at the prompt's end decides; without a tag, `tags.inside` decides.
     """
     if continued and continued.strip():
         return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None

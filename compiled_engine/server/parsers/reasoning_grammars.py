@@ -19,7 +19,7 @@ class ReasoningRules:
     before: str  # precedes everything else in an answer
     rules: str  # all rules that the parts need
     before_text: str = ""  # precedes the answer's text
-    before_message: str = ""  # precedes a call that is a message beside the text
+    before_message: str = ""  # precedes a call that is a message of its own, after the message with the answer's text
 
 
 ReasoningGrammar = Callable[[str, "str | None", Literal, "int | None"], "ReasoningRules | None"]
@@ -48,7 +48,10 @@ def think_rules(
 
 
 def harmony_rules(prompt: str, continued: str | None, literal: Literal) -> ReasoningRules:
-    """Return the rules for harmony messages: any number in the channel `analysis`, then one answer."""
+    """Return the rules for harmony messages: any number in the channel `analysis`, then one answer.
+
+    `continued` is the message that the answer continues, or None.
+    """
     start, channel, message = literal(harmony.START), literal(harmony.CHANNEL), literal(harmony.MESSAGE)
     header = f'{channel} "final" {message} '
     rules = (

@@ -96,7 +96,10 @@ def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
 
 
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
-    """Return a format with calls that are JSON objects. If `marks.bare`, only objects that name a tool are calls."""
+    """Return a format with calls that are JSON objects. If `marks.bare`, only objects that name a tool are calls.
+
+    `rows` become `ToolFormat.marks`. on_lines: each object is on a line of its own.
+    """
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: CallObject(frozenset(names) if marks.bare else None)),
@@ -227,7 +230,10 @@ def tool_format_of(template: str) -> str | None:
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """Return the name of the reasoning format that a chat template uses, or None."""
+    """Return the name of the reasoning format that a chat template uses, or None.
+
+    If the template contains marks of several formats, the first one in REASONING_FORMATS is chosen.
+    """
     for name, reasoning in REASONING_FORMATS.items():
         if any(all(mark in template for mark in row) for row in reasoning.marks):
             return name
@@ -239,7 +245,7 @@ def reasoning_parser(
 ) -> TextParser | None:
     """Return the parser for the text after `prompt`, or None if that text is all content, without tags to drop.
 
-    `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
-    format includes calls.
+    `name` is a key of REASONING_FORMATS. `continued` is the message that the text continues, or None. `names` are the
+    tools whose calls the parser reads too, if its format includes calls.
     """
     return REASONING_FORMATS[name].parser(prompt, continued, names)

@@ -223,7 +223,8 @@ class XmlParser:
 class _Value:
     """Converts an argument's text to JSON.
 
-    Text that can only be a string is converted as it arrives. Other text is converted once it is complete.
+    Text that can only be a string is converted as it arrives. Other text is converted once it is complete. `trims`:
+    drop a line break at the beginning of the text, and then also one at its end.
     """
 
     def __init__(self, before: str, types: frozenset[str]) -> None:

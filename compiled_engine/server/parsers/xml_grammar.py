@@ -31,9 +31,10 @@ ANY_NAME = r"""NAME: /[^\s<>"']{1,64}/"""
 def xml_calls(
     markup: XmlMarkup, tools: Sequence[CallableTool], literal: Literal, template: str, several: bool
 ) -> CallRules:
-    """Return the rules of calls written as XML tags.
+    """Return the rules of calls written as XML tags. Implements CallGrammar for the tags `markup`.
 
-    Arguments are in the order of the schema. The texts of arguments exclude whatever would end them for the parser.
+    Arguments are in the order of the schema. The text of an argument cannot contain a text that would make the parser
+    end the argument early. `template` is not used.
     """
     grammar = _XmlGrammar(markup, literal)
     start = literal(markup.starts[0])
@@ -49,7 +50,7 @@ def xml_calls(
 
 
 class _XmlGrammar:
-    """Builds the rules of calls. `values` has the rules of argument values, shared by arguments with equal schemas."""
+    """Builds the Lark rules of calls. `values` has the rules of argument values; equal schemas share one rule."""
 
     def __init__(self, markup: XmlMarkup, literal: Literal) -> None:
         self._markup = markup
@@ -61,7 +62,7 @@ class _XmlGrammar:
         return [rule for _, rule in self._rules.values()]
 
     def call(self, index: int, tool: CallableTool) -> str:
-        """Return the rule of a tool's calls.
+        """Return the Lark rule `call_INDEX`, which matches calls of a tool.
 
         The rule describes the text after the first opening tag, `markup.starts[0]`, up to and including the call's end
         tag.
@@ -100,10 +101,10 @@ class _XmlGrammar:
         return " ".join(part if place % 2 else quoted(part) for place, part in enumerate(found) if part)
 
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
-        """Return the rule of an argument's value with its closing tag.
+        """Return, in Lark, what matches a value of the argument `name` and the closing tag.
 
-        Alternatives that are text share one terminal; JSON values follow a rule of their own. A terminal matches as
-        much as it can, so a string must not begin like a JSON value of the argument.
+        Alternatives that are text share one terminal; JSON values have a rule of their own. A terminal matches as much
+        as it can, so a string must not begin like a JSON value that the argument may have.
         """
         texts: list[str] = []
         values: list[Any] = []
@@ -130,7 +131,8 @@ class _XmlGrammar:
     def _terminal(self, text: str) -> str:
         """Return the name of the rule for an argument's text and closing tag.
 
-        `text` is the Lark expression for the argument's text. The rule excludes whatever would end the text early.
+        `text` is the Lark expression for the argument's text. The rule excludes texts that contain one of
+        `markup.value_ends`, at which the parser would end the argument early.
         """
         markup, closing = self._markup, self._literal(self._markup.value_end)
         name = f"text_{len(self._rules)}"
@@ -151,8 +153,8 @@ class _XmlGrammar:
 def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
     """Return one JSON schema, as text, for values that follow any of the schemas `values`.
 
-    The result includes the definitions that the schemas refer to. Of a schema that refers to any other part of its
-    document, only the types are kept.
+    The result includes the definitions that the schemas refer to. If a schema refers to any other part of its document,
+    the result keeps only the types of `values`.
     """
     schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
     below = ["x-guidance"]

@@ -38,7 +38,7 @@ class AdapterFinder:
     """Resolves LoRARequests to AdapterRefs. Thread-safe."""
 
     def __init__(self, config: AdapterConfig | None) -> None:
-        """`config` is None if adapters are not enabled."""
+        """Make a finder that has read no adapter. config: None if adapters are not enabled."""
         self._config = config
         self._guard = threading.Lock()  # protects the following fields
         # A lock for each path, so that reading one adapter delays no other, and the number of threads that use it.
@@ -48,8 +48,8 @@ class AdapterFinder:
     def find(self, request: LoRARequest) -> AdapterRef:
         """Return the reference to the adapter's current content.
 
-        Raises TypeError or ValueError, one line, for an invalid or unsupported adapter, and OSError if a download
-        fails.
+        Raises TypeError or ValueError, with a message of one line, for an invalid or unsupported adapter, and OSError
+        if a download fails.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, or a list with one or None a prompt, got {request!r}")

@@ -1,4 +1,4 @@
-"""The part of LoRA adapters in the frontend: find the adapters of requests, and let the core load them in advance."""
+"""LoRA adapters in the frontend: finds the adapters that requests name, and has the core load them in advance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AdapterRequests(RequestFeature):
             await self.load(adapter, core)
 
     async def load(self, adapter: AdapterRef, core: AsyncCore) -> None:
-        """Let the core load an adapter, unless it is known to be loaded. The core serves other requests meanwhile.
+        """Have the core load an adapter, unless it is known to be loaded. The core serves other requests meanwhile.
 
         Raises ValueError if the core refuses the adapter.
         """
@@ -73,7 +73,10 @@ class AdapterRequests(RequestFeature):
         self._loaded.add(adapter.digest)
 
     async def unload(self, digest: str, core: AsyncCore) -> None:
-        """Drop an adapter from host memory: now, or if a request uses it, when others need its memory."""
+        """Have the core drop an adapter from host memory.
+
+        While a request uses the adapter, it stays; it is then dropped when other adapters need the memory.
+        """
         self._loaded.discard(digest)
         await core.call("unload_adapter", digest=digest)
 

@@ -1,4 +1,4 @@
-"""Bounds on the size of an image, checked before it is decoded."""
+"""Bounds on the size of an image, which are checked before the image is decoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_FILE_BYTES = 64 << 20
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Raise ValueError for an image without pixels, with too many, or with one side far longer than the other."""
+    """Raise ValueError unless an image has 1 to `max_pixels` pixels and an aspect ratio of at most MOST_ASPECT."""
     if min(width, height) < 1:
         raise ValueError(f"the image has {width} x {height} pixels; allowed: at least 1 x 1")
     if width * height > max_pixels:

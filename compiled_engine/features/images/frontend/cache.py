@@ -38,7 +38,7 @@ class ImageCache:
         self.num_bytes = 0
 
     def get(self, key: str) -> ProcessedMedia | None:
-        """Return the image with this key, if it is there."""
+        """Return the image with this key, now the most recently used one; None if the cache does not have it."""
         with self._lock:
             if (image := self._images.pop(key, None)) is not None:
                 self._images[key] = image

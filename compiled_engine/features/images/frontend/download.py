@@ -46,15 +46,19 @@ def require_public(address: str) -> None:
 
 
 class Downloader:
-    """Fetches images. require_address: raises ValueError for addresses to which no connection is made."""
+    """Fetches images. require_address: raises ValueError for addresses to which no connection may be made.
+
+    longest_s: most seconds for the resolution of a host's name, and again for the image.
+    """
 
     def __init__(self, require_address: Callable[[str], None] = require_public, longest_s: float = LONGEST_S) -> None:
         self._require_address, self._longest_s = require_address, longest_s
 
     def fetch(self, target: Target, longest_s: float = math.inf) -> bytes:
-        """Return the body at a target, within `longest_s` if that is less than the downloader's own limit.
+        """Fetch an image, and return the bytes of the response's body.
 
-        Raises ValueError, without further details of the network.
+        longest_s: like the downloader's limit, which applies too. Raises ValueError for every failure; its
+        message omits details of the network, such as addresses.
         """
         longest_s = min(longest_s, self._longest_s)
         try:
@@ -67,7 +71,11 @@ class Downloader:
             raise ValueError(f"the image at {target.host}:{target.port} cannot be fetched: {reason}") from None
 
     def _resolve(self, target: Target, longest_s: float) -> str:
-        """Resolve the name once. Every address must be allowed, whichever is used."""
+        """Resolve the target's host name once, and return its first address.
+
+        Raises ValueError if the name cannot be resolved or any of its addresses is not allowed, and TimeoutError after
+        `longest_s` seconds.
+        """
         resolving: Future[list[Any]] = Future()
 
         def resolve() -> None:
@@ -143,7 +151,10 @@ class Downloader:
 
 
 class PromptDownloads:
-    """Fetches the images of a prompt, within bounds on the seconds and the bytes of all of them. Thread-safe."""
+    """Fetches the images of a prompt, within bounds on the seconds and the bytes of all of them. Thread-safe.
+
+    is_stopped: returns True once no caller waits for the images; nothing more is fetched then.
+    """
 
     def __init__(
         self,
@@ -158,7 +169,11 @@ class PromptDownloads:
         self._lock = threading.Lock()
 
     def fetch(self, target: Target) -> bytes:
-        """Return the body at a target. Raises what Downloader.fetch raises, and WorkStopped."""
+        """Fetch an image, and return its bytes.
+
+        Raises ValueError as Downloader.fetch does, or if a bound of the prompt is exceeded, and WorkStopped if
+        `is_stopped` returns True.
+        """
         if self._is_stopped():
             raise WorkStopped("nobody waits for the image")
         if (left_s := self._end_s - time.monotonic()) <= 0:

@@ -48,7 +48,10 @@ class PixelCoding:
         return self._call(image, settings)
 
     def table(self, settings: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return the value of each byte in each channel, [C, V]; None if pixels cannot be coded with these settings."""
+        """Return the value of each byte in each channel, [C channels, V byte values].
+
+        Returns None if pixels cannot be coded with these settings.
+        """
         if type(self._image_processor).__name__ not in CLASSES or not _leave_frames(settings):
             return None
         stated = json.dumps(settings, sort_keys=True)
@@ -62,7 +65,10 @@ class PixelCoding:
         return self._tables[stated]
 
     def _learn(self, settings: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return the table that the processor's results for a small image make; None if its values make no table."""
+        """Make the table of `table` from the processor's results for a small image that has every byte in each channel.
+
+        Returns None if the table does not reproduce the processor's values exactly.
+        """
         about = {
             name: settings.get(name, getattr(self._image_processor, name)) for name in ("patch_size", "merge_size")
         }
@@ -81,19 +87,22 @@ class PixelCoding:
 
 
 def _leave_frames(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings leave the frames of a patch as they are, and have no groups such as images_kwargs."""
+    """Return whether settings keep the number of frames per patch, and have no nested groups such as images_kwargs."""
     return not any(name == "temporal_patch_size" or name.endswith("_kwargs") for name in settings)
 
 
 def _all_bytes(multiple: int) -> np.ndarray[Any, Any]:
-    """Return an image whose channels have every byte, uint8 [side, side, channels]. multiple: a divisor of its side."""
+    """Return an image in which each channel has every byte value, uint8 [side, side, channels].
+
+    multiple: the side is a multiple of it.
+    """
     side = multiple * -(-16 // multiple)
     places = np.arange(side * side).reshape(side, side, 1)
     return ((places * 37 + np.arange(NUM_CHANNELS) * 11) % NUM_VALUES).astype(np.uint8)
 
 
 def _as_bytes(pixels: torch.Tensor) -> torch.Tensor | None:
-    """Return pixels as uint8; None if these are not their values."""
+    """Return pixel values converted to uint8; None if any value is not an integer from 0 to 255."""
     if pixels.dtype == torch.uint8:
         return pixels
     values = (pixels.float() if pixels.is_floating_point() else pixels).numpy()

@@ -25,10 +25,11 @@ def expanded(
     special_ids: frozenset[int] = frozenset(),
     tokenizer: TextTokens | None = None,
 ) -> tuple[int, ...]:
-    """Return a prompt in which each placeholder is replaced by the tokens of its image, in order.
+    """Return a prompt in which each placeholder token is replaced by the tokens of its image, in order.
 
-    A replacement may begin and end with text, such as line ends, which a tokenizer joins with the text beside it. With
-    `tokenizer`, such text is tokenised again. special_ids: ids of the tokens that are not text.
+    replacements: the tokens for each image. A replacement may begin and end with text, such as line ends, which a
+    tokenizer joins with the text beside it. With `tokenizer`, such text is tokenised again. special_ids: ids of the
+    tokens that are not text.
 
     Raises ValueError unless there are as many placeholders as replacements.
     """
@@ -78,10 +79,10 @@ def _encoded(before: Sequence[int], text: str, tokenizer: TextTokens) -> list[in
 
 
 def runs_of_images(token_ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[Runs]:
-    """Return the positions of each image's embeddings.
+    """Return the positions of each image's embeddings in a prompt, as runs.
 
-    counts: numbers of embeddings of the images. Raises ValueError unless their sum is the number of `image_token` in
-    the prompt.
+    counts: the number of embeddings of each image, in the order of the images in the prompt. Raises ValueError unless
+    their sum is the number of `image_token` in the prompt.
     """
     places = [place for place, token_id in enumerate(token_ids) if token_id == image_token]
     if len(places) != sum(counts):

@@ -137,10 +137,11 @@ class MediaProcessing:
             log.warning("prompts may have no %s: %s", self._files.many, self.unusable)
 
     def submit(self, source: MediaSource, settings: Mapping[str, Any]) -> Future[ProcessedMedia]:
-        """Begin to process an image, unless the cache has it or it is being processed already.
+        """Begin to process an image, and return a future of the result.
 
-        settings: arguments of the processor. The result raises ValueError for an image that cannot be processed, and
-        RuntimeError after `close`, or if no processes can be used.
+        Nothing is begun if the cache has the image, or if it is being processed already. settings: arguments of the
+        processor. The result raises ValueError for an image that cannot be processed, and RuntimeError after `close`,
+        or if no processes can be used.
         """
         stated = json.dumps(settings, sort_keys=True, default=str)
         key = source.digest(self._identity + stated)
@@ -163,7 +164,10 @@ class MediaProcessing:
             return running
 
     def result(self, running: Future[ProcessedMedia], is_stopped: Stopped) -> ProcessedMedia:
-        """Wait for an image. Raises its error, or WorkStopped if `is_stopped` returns True before; see `leave` too."""
+        """Wait for an image that `submit` has begun, and return it. Raises the error of its processing.
+
+        If `is_stopped` returns True before, calls `leave` and raises WorkStopped.
+        """
         while not wait([running], POLL_S).done:
             if is_stopped():
                 self.leave(running)
@@ -171,7 +175,10 @@ class MediaProcessing:
         return running.result()
 
     def leave(self, running: Future[ProcessedMedia]) -> None:
-        """Record that a caller of `submit` no longer waits for an image. An image without callers is not begun."""
+        """Record that a caller of `submit` no longer waits for an image.
+
+        If no caller waits and the processing has not begun, it is cancelled.
+        """
         with self._lock:
             if running in self._wanted:
                 self._wanted[running] -= 1
@@ -217,7 +224,10 @@ class MediaProcessing:
             running.set_result(image)
 
     def _takes(self, key: str) -> bool:
-        """Return whether the caller must set the result of this image. If not, `close` has set it."""
+        """Remove an image from the running ones. Return whether the caller must set the result of its future.
+
+        If not, `close` has set the result.
+        """
         with self._lock:
             running = self._running.pop(key, None)
             self._wanted.pop(running, None)
@@ -231,7 +241,11 @@ class MediaProcessing:
             raise RuntimeError(f"{NO_EXCHANGE.format(self._files.many)}: {reason}") from error
 
     def _exchange(self, key: str, source: MediaSource, settings: dict[str, Any]) -> ProcessedMedia:
-        """Send an image to a process and read its answer, through files. Raises OSError if these cannot be used."""
+        """Have a process process an image, and return the result. Data is exchanged through files.
+
+        Raises OSError if the files cannot be used, ValueError if the image cannot be processed, and RuntimeError for
+        any other error of the processes.
+        """
         pool, folder = self._begin()
         number = next(self._numbers)
         given, made = folder / f"{number}.source", folder / f"{number}.tensors"
@@ -267,7 +281,10 @@ class MediaProcessing:
         return ProcessedMedia(key, answer["placeholder"], tuple(answer["token_ids"]), inputs)
 
     def _begin(self) -> tuple[WorkerPool, Path]:
-        """Return the processes, and the folder through which they exchange data. Starts them if there are none."""
+        """Return the processes, and the folder through which they exchange data. Starts processes if there are none.
+
+        Counts an image as being processed by them; `_end` must follow. Raises RuntimeError after `close`.
+        """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(CLOSED.format(self._files.many))
@@ -282,9 +299,10 @@ class MediaProcessing:
             return self._pool, self._folder
 
     def _end(self, pool: WorkerPool, *, has_ended: bool) -> None:
-        """Record that an image of the pool is done. has_ended: a process of the pool has ended.
+        """Record that the pool no longer processes an image that `_begin` has counted.
 
-        Other processes of that pool finish their images. The next image starts a new pool.
+        has_ended: a process of the pool has ended. Then the pool's other processes finish their images, and the next
+        image starts a new pool.
         """
         with self._lock:
             if has_ended and self._pool is pool:

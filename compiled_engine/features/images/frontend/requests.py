@@ -79,7 +79,7 @@ class ImageRequests(RequestFeature):
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> ImageRequests:
-        """Return the feature's part for an engine."""
+        """Make the frontend's part of images for an engine. tokenizer: None if prompts are token ids."""
         given, why_none = config.image_input, config.reasons.get("image_input", "the model takes only text")
         if given is not None and (missing := missing_packages()):
             given, why_none = None, f"the package {missing[0]} is not installed ({INSTALL})"
@@ -145,7 +145,10 @@ class ImageRequests(RequestFeature):
         )
 
     def read(self, name: str, image: Any, downloads: PromptDownloads) -> MediaSource:
-        """Read an image. Raises TypeError, ValueError or OSError, beginning with its name."""
+        """Read an image as the user gave it, and return its source.
+
+        name: the image's name. Raises TypeError, ValueError or OSError, whose messages begin with this name.
+        """
         assert self._config is not None
         if isinstance(image, MediaSource):  # read before
             return image
@@ -158,7 +161,7 @@ class ImageRequests(RequestFeature):
             raise ValueError(f"{name}: {reason}") from None
 
     def require_fit(self, image: ProcessedMedia) -> None:
-        """Raise ValueError unless the engine can compute a processed image."""
+        """Raise ValueError unless the engine can compute the embeddings of a processed image."""
         from compiled_engine.models.vision.inputs import check_image, num_embeddings
         from compiled_engine.models.vision.pixel_codes import OF_PIXELS
 
@@ -174,7 +177,7 @@ class ImageRequests(RequestFeature):
         check_num_embeddings("the image", count, self.images)
 
     def most_bytes(self, num_images: int) -> int:
-        """Return the most bytes of a prompt's images when they are processed."""
+        """Return an upper bound on the bytes of a prompt's `num_images` images once they are processed."""
         if self.images is None or self._config is None:
             return 0
         most = min(self.images.most_embeddings, self.images.cache_size)
@@ -182,9 +185,10 @@ class ImageRequests(RequestFeature):
         return min(num_images * most, self.longest_prompt + most) * bytes_of_each
 
     def hold(self, image: ProcessedMedia) -> bool:
-        """Count an image that a prompt holds. Returns False, uncounted, if the images held would have too many bytes.
+        """Count an image that a prompt holds, and return True.
 
-        An image that several prompts hold counts once.
+        Returns False, without counting, if all held images would have more than `most_held` bytes. The bytes of an
+        image that several prompts hold count once.
         """
         with self._guard:
             size = 0 if self._held[image.key] else image.num_bytes
@@ -195,7 +199,7 @@ class ImageRequests(RequestFeature):
             return True
 
     def release(self, image: ProcessedMedia) -> None:
-        """Undo `hold`."""
+        """Undo a `hold` of this image that returned True."""
         with self._guard:
             self._held[image.key] -= 1
             if not self._held[image.key]:
@@ -270,7 +274,11 @@ class PromptImages(Attachment):
         self._images = images
 
     def _begun(self, is_stopped: Stopped) -> Generator[tuple[str, Begun], None, None]:
-        """Yield the images in order. Only a few of them are processed ahead, as a limit may end the rest."""
+        """Begin to process the images, and yield (name, begun image) of each in order.
+
+        At most AHEAD images after the yielded one are begun, since an error may make the others needless. Images that
+        were not yielded are given up when the generator is closed.
+        """
         assert self._requests.processing is not None
         downloads = PromptDownloads(self._requests.downloader, is_stopped)
         # Images that other machines send are awaited together.
@@ -291,7 +299,7 @@ class PromptImages(Attachment):
                 threads.shutdown(wait=False)
 
     def _begin(self, name: str, image: Any, downloads: PromptDownloads) -> Begun:
-        """Read an image, and begin to process it. Raises as ImageRequests.read does."""
+        """Read an image, and begin to process it. Returns (source, future). Raises as ImageRequests.read does."""
         assert self._requests.processing is not None
         source = self._requests.read(name, image, downloads)
         return source, self._requests.processing.submit(source, self._settings)
@@ -340,7 +348,10 @@ class PromptImages(Attachment):
         return RequestPart(extras_of(images, positions, offset), contents=contents_of(images), give=self.give)
 
     def give(self, keys: Sequence[str], is_stopped: Stopped = never) -> list[ControlCall]:
-        """Return the control calls with the pixels of these images, see PreparedRequest."""
+        """Return the control calls that give the core the pixels of the images with these keys, see PreparedRequest.
+
+        Images whose pixels are no longer held are read and processed again. Raises ValueError if one has changed.
+        """
         numbers = {image.key: number for number, image in enumerate(self._images)}
         return list(calls_of({key: self._inputs(key, numbers[key], is_stopped) for key in keys}))
 
@@ -360,8 +371,9 @@ class PromptImages(Attachment):
 
 
 def _check_names(name: str, given: Any, num_images: int) -> None:
-    """Raise TypeError or ValueError unless `given` is a dict with a name, or None, for each image.
+    """Raise TypeError or ValueError unless `given` has a name, or None, for each image.
 
+    name: the argument's name in errors. given: a dict such as {"image": name or list of names}; None for no names.
     Names have no effect, as an image's content identifies it.
     """
     names = given.get("image") if isinstance(given, Mapping) else given
@@ -373,7 +385,7 @@ def _check_names(name: str, given: Any, num_images: int) -> None:
 
 
 def _require_no_names(name: str, given: Any) -> None:
-    """Raise ValueError if a prompt without images has names of images."""
+    """Raise ValueError if a prompt without images has names of images. name: the argument's name. given: its value."""
     if isinstance(given, Mapping) and given.get("image"):
         raise ValueError(f"{name} has names of images, but no images; a name alone does not find an earlier image")
 
@@ -388,7 +400,7 @@ def _is_remote(given: tuple[str, Any]) -> bool:
 
 
 def _first(ahead: deque[tuple[str, Future[Result]]]) -> tuple[str, Result]:
-    """Remove the first entry, and return it with its result."""
+    """Remove the first entry, wait for its future, and return its name with the result or raise the future's error."""
     name, begun = ahead.popleft()
     return name, begun.result()
 

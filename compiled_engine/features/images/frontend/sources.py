@@ -1,4 +1,4 @@
-"""Images as users give them, PIL images, arrays, paths and bytes, as plain data for the processes that decode them."""
+"""Converts images from users (PIL images, arrays, paths and bytes) to plain data for the processes that decode them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class MediaSource(NamedTuple):
 def read_source(name: str, image: Any, max_pixels: int) -> MediaSource:
     """Return the source of an image that a caller in Python gives.
 
-    Raises TypeError, ValueError or OSError, beginning with the name, for a value that is no image or is out of bounds.
+    name: the image's name in errors. Raises TypeError, ValueError or OSError, whose messages begin with it, for a value
+    that is no image, cannot be read, or is out of bounds.
     """
     try:
         if isinstance(image, bytes | bytearray | memoryview):
@@ -79,7 +80,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def opener_within(folder: Path) -> Opener:
-    """Return a function that opens files by their paths relative to a folder, and refuses symbolic links."""
+    """Return a function that opens files by their paths relative to a folder. It raises OSError for symbolic links."""
 
     def opened(path: str, flags: int) -> int:
         *parents, name = Path(path).parts
@@ -112,8 +113,9 @@ def is_pil_image(value: Any) -> bool:
 
 
 def _of_pil(image: PIL.Image.Image, max_pixels: int) -> MediaSource:
-    """Return the source of a PIL image. Modes besides RGB and RGBA are converted as processors do it: images with
-    transparency to RGBA, all others to RGB.
+    """Return the source of a PIL image. Raises ValueError as check_pixels does.
+
+    Modes besides RGB and RGBA are converted as processors do it: images with transparency to RGBA, all others to RGB.
     """
     check_pixels(image.width, image.height, max_pixels)
     if image.mode not in ("RGB", "RGBA"):

@@ -1,4 +1,4 @@
-"""URLs of images: data in the URL, local files and hosts that the operator allows."""
+"""Reads images from URLs: from data in the URL, and from local files and hosts that the operator allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_URL = 8192  # characters, of URLs that are fetched
 
 @dataclass(frozen=True)
 class UrlPolicy:
-    """The URLs that are read besides data: URLs.
+    """Reads images from URLs: from any data: URL, and from the hosts and local files that the operator allows.
 
     domains: hosts, or `host:port`, from which images are fetched. folder: local files within it are read.
     """

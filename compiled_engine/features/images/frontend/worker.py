@@ -37,13 +37,13 @@ BYTES_OF_PIXEL, SPARE_BYTES = 48, 1 << 30
 def main() -> None:
     """Run the workers, see run_workers.
 
-    The order is {"folder": the checkpoint's, "tokenizer": folder, "dtype": torch's name, "max_pixels": bound on an
-    image, "threads": those of each worker}. A message is {"input": path of a file with the source's data, "kind",
-    "mode", "shape": see MediaSource, "output": path of the file to write, "settings": arguments of the processor}.
-    An answer is {"token_ids": those that replace a placeholder, "placeholder": token id of a placeholder,
-    "tensors": [[name, dtype, shape, bytes]]}, whose elements follow each other in the output; or {"error": text},
-    with "internal": true if it is not the image's fault, and "unusable": true if no image can be processed. The
-    message {} only asks whether images can be processed.
+    The first message, the order, is {"folder": the checkpoint's folder, "tokenizer": the tokenizer's folder, "dtype":
+    torch's name, "max_pixels": bound on an image, "threads": number of threads of each worker}. Any other message is
+    {"input": path of a file with the source's data, "kind", "mode", "shape": see MediaSource, "output": path of the
+    file to write, "settings": arguments of the processor}. An answer is {"token_ids": the tokens that replace a
+    placeholder, "placeholder": token id of a placeholder, "tensors": [[name, dtype, shape, bytes]]}, whose elements
+    follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault, and
+    "unusable": true if no image can be processed. The message {} only asks whether images can be processed.
     """
     run_workers(_prepare, uses_cuda=False)
 
@@ -94,7 +94,7 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
 
 
 def bound_memory(more: int) -> None:
-    """Limit the memory of this process to what it uses now and `more` bytes, if the system supports limits."""
+    """Limit this process to the memory that it uses now plus `more` bytes, if the system supports limits."""
     with suppress(OSError, ValueError, AttributeError):
         pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
         most = pages * resource.getpagesize() + more
@@ -187,9 +187,10 @@ _OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def decoded(message: Mapping[str, Any], max_pixels: int) -> Any:
-    """Return the image in a form that processors take. The size of a file's image is checked before it is decoded.
+    """Return the image of a message, see `main`, in a form that processors take: a PIL image or an array.
 
-    Raises ValueError or OSError for a file that is no image of a known format, is truncated or out of bounds.
+    The size of a file's image is checked before the file is decoded. Raises ValueError or OSError for a file that is no
+    image of a known format, is truncated or out of bounds.
     """
     import numpy as np
     import PIL.Image
@@ -203,7 +204,10 @@ def decoded(message: Mapping[str, Any], max_pixels: int) -> Any:
 
 
 def decoded_file(data: bytes, max_pixels: int) -> PIL.Image.Image:
-    """Return the first frame of an image file, upright."""
+    """Return the first frame of an image file, turned upright as its EXIF data says.
+
+    Raises ValueError if the file has no known format, is damaged, or has a size that check_pixels refuses.
+    """
     import io
 
     import PIL.Image

@@ -50,7 +50,7 @@ UNBOUNDED = PoolingBounds()
 
 @dataclass(frozen=True)
 class Scoring:
-    """The requests that score pairs of texts, and how their results become scores."""
+    """Holds the requests that score pairs of texts, and computes the scores from their results."""
 
     requests: list[PreparedRequest]
     # Pairs of request indices whose embeddings are compared; None if each request scores one pair itself.
@@ -104,8 +104,9 @@ class PoolingProcessor:
     ) -> list[PreparedRequest]:
         """Return a request for each prompt.
 
-        `prompt_name` selects one of the checkpoint's prompts, which is put before each text. `is_stopped` is polled
-        between parts of the work. `given` has arguments that only other features read, such as lora_request.
+        `task` defaults to that of `params`, or the model's. `prompt_name` selects one of the checkpoint's prompts,
+        which is put before each text. `is_stopped` is polled between parts of the work. `given` has arguments that only
+        other features read, such as lora_request.
 
         Raises TypeError or ValueError with the field, its value and what is allowed; WorkStopped if stopped.
         """
@@ -160,7 +161,7 @@ class PoolingProcessor:
         is_stopped: Stopped = never,
         **given: Any,
     ) -> Scoring:
-        """Return requests that score pairs of texts: one query with each document, or equally many of both.
+        """Return requests that score pairs of texts: one query with each document, or each query with its own document.
 
         `instruction` is for rerankers with a template. `given` applies to all texts and is explained at `process`.
         Raises the errors of `process`, and ValueError for a classifier with several labels or a task with per-token
@@ -212,7 +213,10 @@ class PoolingProcessor:
         return Scoring(self._prepare(prompts, token_ids, wanted, priority, parts, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
-        """Return how many characters `score` tokenises. With a template, instruction and query count in each pair."""
+        """Return how many characters `score` tokenises for these arguments, which need not be valid.
+
+        With a template, the instruction and the query count once for each pair.
+        """
         once = num_characters([queries, documents])
         if not self.pooling.template or not isinstance(documents, list | tuple):
             return once
@@ -282,7 +286,8 @@ class PoolingProcessor:
     ) -> Iterator[Pair]:
         """Yield the tokens of each pair of texts: in the model's template, or else joined by the tokenizer.
 
-        Without a template, a query of several pairs is tokenised once.
+        A single text in `firsts` is paired with each text in `seconds`; without a template, it is tokenised once.
+        `most` is the most tokens of a pair, None for no bound.
         """
         assert self._tokenizer is not None
         if not self.pooling.template:
@@ -364,7 +369,10 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> PoolingProcessor | None:
-    """Return the processor, None for a generative model. It shares the tokenizer, limits and features of `inputs`."""
+    """Return a PoolingProcessor for the model, or None if the model is generative.
+
+    The processor shares the tokenizer, limits and features of `inputs`.
+    """
     if model.pooling is None:
         return None
     pooling, hidden_size = model.pooling, model.hidden_size

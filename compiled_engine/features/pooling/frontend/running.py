@@ -1,4 +1,4 @@
-"""Running pooling requests: the vectors received so far, and the results of finished requests."""
+"""Collects the vectors of running pooling requests, and makes the results of finished requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
 
 class RunningPooling:
-    """A running pooling request, the counterpart of RunningRequest. `task` converts its vectors to its result."""
+    """Collects the vectors of a running pooling request. `task` converts them to its result.
+
+    It has the interface of RunningRequest.
+    """
 
     def __init__(self, task: PoolingTask, request: PreparedRequest) -> None:
         self.task = task
@@ -87,7 +90,7 @@ def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
 
 
 def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
-    """Return the results in the form of `encode`. Raises the errors of `finished_rows`."""
+    """Return the results of `encode`: each has one row or one row per token. Raises the errors of `finished_rows`."""
     rows_ML = finished_rows(ended)
     values: Iterable[np.ndarray] = rows_ML
     if ended and ended[0].task.by_token:
@@ -97,12 +100,12 @@ def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[Poolin
 
 
 def embeddings(ended: Sequence[RunningPooling]) -> list[EmbeddingRequestOutput]:
-    """Return the results in the form of `embed`. Raises the errors of `finished_rows`."""
+    """Return the results of `embed`. Raises the errors of `finished_rows`."""
     return result_of_each(EmbeddingRequestOutput, EmbeddingOutput, ended, finished_rows(ended).tolist())
 
 
 def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationRequestOutput]:
-    """Return the results in the form of `classify`. Raises the errors of `finished_rows`."""
+    """Return the results of `classify`. Raises the errors of `finished_rows`."""
     return result_of_each(ClassificationRequestOutput, ClassificationOutput, ended, finished_rows(ended).tolist())
 
 

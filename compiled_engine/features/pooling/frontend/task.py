@@ -1,4 +1,4 @@
-"""Parameters of pooling requests, with vLLM's names, and the post-processing of the engine's vectors."""
+"""Defines the parameters of pooling requests, with vLLM's names, and post-processes the engine's vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audio as users give it, samples with their rate, paths and bytes; how files are decoded, and rates converted."""
+"""Reads audio that users give as samples with their rate, paths or bytes, decodes files, and converts rates."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ PIECE_S = 60  # of audio that is converted to another rate at once
 
 
 def read_audio(name: str, audio: Any) -> MediaSource:
-    """Return the source of audio that a caller gives: "samples" in float32 with their rate as `mode`, or "file".
+    """Return the audio that a caller gives, as a source of the kind "samples" or "file".
 
-    Raises TypeError, ValueError or OSError, beginning with the name, for a value that is no audio or is out of bounds.
+    Samples are in float32, with their rate as `mode`. Raises TypeError, ValueError or OSError, beginning with the name,
+    for a value that is no audio or is out of bounds.
     """
     return audio_reader(name, audio)()
 
@@ -32,8 +33,8 @@ def read_audio(name: str, audio: Any) -> MediaSource:
 def audio_reader(name: str, audio: Any) -> Callable[[], MediaSource]:
     """Return a function that returns what `read_audio` does, and may be called in another thread.
 
-    Files are read, and types, shapes and rates are checked at once. The returned function copies samples, and raises
-    ValueError, beginning with the name, if some are not finite. Raises as `read_audio` for everything else.
+    Files are read, and types, shapes and rates are checked, before this returns; the errors are those of `read_audio`.
+    The returned function copies samples, and raises ValueError, beginning with the name, if some are not finite.
     """
     try:
         if isinstance(audio, bytes | bytearray | memoryview):
@@ -64,7 +65,10 @@ def _check_samples(samples: np.ndarray[Any, Any], rate: Any) -> None:
 
 
 def _of_samples(name: str, given_N: np.ndarray[Any, Any], rate: int) -> MediaSource:
-    """Copy samples. In numpy this does not hold the interpreter's lock, as `tobytes` would."""
+    """Return a source with a copy of the samples in float32. Raises ValueError if some are not finite.
+
+    numpy copies without holding the GIL, which `tobytes` would hold.
+    """
     factor = np.float32(1 / 32768 if given_N.dtype == np.int16 else 1)
     samples_N = np.multiply(given_N, factor, dtype=np.float32, casting="same_kind")
     if not np.isfinite(samples_N).all():
@@ -73,7 +77,10 @@ def _of_samples(name: str, given_N: np.ndarray[Any, Any], rate: int) -> MediaSou
 
 
 def samples_of(source: MediaSource) -> Samples:
-    """Return the samples of a source of the kind "samples". Raises ValueError for audio longer than LONGEST_S."""
+    """Return the samples of a source of the kind "samples", [N].
+
+    Raises ValueError if they are longer than LONGEST_S.
+    """
     samples_N, rate = np.frombuffer(source.data, dtype=np.float32), int(source.mode)
     if len(samples_N) > LONGEST_S * rate:
         raise ValueError(f"audio has {len(samples_N) / rate:.0f} s; allowed: at most {LONGEST_S}")
@@ -124,7 +131,7 @@ def resampled(samples_N: Samples, rate: int, wanted: int) -> Samples:
 
 
 def _resampled_at_once(samples_N: Samples, rate: int, wanted: int) -> Samples:
-    """Return the samples at another rate. The spectrum, of the samples between silence, is cut or extended."""
+    """Return the samples at another rate. Their spectrum, with silence added on both sides, is cut or extended."""
     margin = max(rate // 20, 1)
     padded = np.pad(samples_N, margin)
     count, kept = round(len(samples_N) * wanted / rate), round(len(padded) * wanted / rate)

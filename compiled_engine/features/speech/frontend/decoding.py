@@ -1,7 +1,7 @@
-"""Decodes a window of audio: its prompt, its language, and the temperatures that are tried in turn.
+"""Decodes a window of audio: makes its prompt, detects its language, and tries temperatures in turn.
 
-The fall-back is the paper's (Radford et al., arXiv:2212.04356): a window whose text repeats itself, or is improbable,
-is decoded again at the next temperature.
+The fall-back is that of Radford et al., arXiv:2212.04356: a window whose text repeats itself, or is improbable, is
+decoded again at the next temperature.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Wanted:
         temperature: float | Sequence[float] | None,
         timestamps: bool,
     ) -> Wanted:
-        """Return the arguments. Raises ValueError with the argument, its value and what is allowed."""
+        """Check the arguments of a transcription, and return them.
+
+        temperature: None for TEMPERATURES. Raises ValueError with the argument, its value and what is allowed.
+        """
         if task not in TASKS:
             raise ValueError(f"task is {task!r}; allowed: {', '.join(TASKS)}")
         if not rules.languages:
@@ -80,11 +83,14 @@ class WindowDecoder:
     text_of_all: Callable[[Sequence[int]], str]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without timestamps."""
+        """Return the text of these tokens, without the timestamps among them."""
         return self.text_of_all([token for token in token_ids if token < self.rules.first_timestamp])
 
     def language(self, audio: Any) -> Decoding[str]:
-        """Return the code of the language that was asked for, or else of the language that the window's audio has."""
+        """Return the code of the wanted language, or else of the language detected in the window's audio.
+
+        The code is "en" if the model has no choice of languages. audio: see `_prompt`.
+        """
         languages = self.rules.languages
         if self.wanted.language is not None or not languages:
             return self.wanted.language or "en"
@@ -94,7 +100,10 @@ class WindowDecoder:
         return next(code for code, each in languages.items() if each == token)
 
     def window(self, audio: Any, language: str) -> Decoding[Decoded]:
-        """Decode a window of audio, again at each temperature until the text is plausible. audio: see `_prompt`."""
+        """Decode a window of audio at each temperature in turn, until the text is plausible. Return the last result.
+
+        audio: see `_prompt`.
+        """
         for temperature in self.wanted.temperatures:
             decoded = yield from self._at(temperature, audio, language)
             if decoded.compression_ratio <= MOST_COMPRESSION and decoded.avg_logprob >= LEAST_LOGPROB:
@@ -130,5 +139,5 @@ class WindowDecoder:
 
 
 def _prompt(audio: Any, ids: Sequence[int]) -> dict[str, Any]:
-    """Return a prompt. audio: a pair (samples, rate), or a PromptAudio."""
+    """Return a prompt with the token ids `ids`. audio: a pair (samples, rate), or a PromptAudio."""
     return {"prompt_token_ids": list(ids), "multi_modal_data": {"audio": audio}}

@@ -1,4 +1,4 @@
-"""Writes transcriptions as text, JSON and subtitles, in the forms of OpenAI's audio endpoints."""
+"""Writes transcriptions as text, JSON and subtitles, in the formats of OpenAI's audio endpoints."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def as_text(result: Transcription) -> str:
 
 
 def as_json(result: Transcription) -> str:
-    """Return an object with the text."""
+    """Return a JSON object with the text."""
     return json.dumps({"text": result.text}, ensure_ascii=False)
 
 
 def verbose(result: Transcription, task: str) -> dict[str, Any]:
-    """Return the object of the format verbose_json."""
+    """Return the object of the format verbose_json. task: "transcribe" or "translate"."""
     segments = [
         {
             "id": number,
@@ -60,7 +60,7 @@ def _subtitles(result: Transcription, point: str, *, numbered: bool) -> str:
 
 
 def _clock(seconds: float, point: str) -> str:
-    """Return a time as hours, minutes, seconds and milliseconds. point: what separates the last two."""
+    """Return a time as hours, minutes, seconds and milliseconds. point: separates seconds and milliseconds."""
     whole = round(seconds * 1000)
     hours, minutes = divmod(whole // 60_000, 60)
     return f"{hours:02}:{minutes:02}:{whole // 1000 % 60:02}{point}{whole % 1000:03}"

@@ -11,12 +11,13 @@ from compiled_engine.features.speech.frontend.audio import Samples
 from compiled_engine.features.speech.frontend.decoding import WindowDecoder
 from compiled_engine.features.speech.frontend.transcription import FRAMES_PER_SECOND, Decoding, Segment, Transcribing
 
-# A window ends at the quietest place of its last seconds: their number, at most this share of it, and a place's length.
+# A window ends at the quietest place of its last QUIET_S seconds, which are at most QUIET_SHARE of the window. A place
+# has PLACE_S seconds.
 QUIET_S, QUIET_SHARE, PLACE_S = 2.0, 0.1, 0.05
 
 
 class Window(NamedTuple):
-    """A part of the audio that is as long as a clip, or shorter: its samples, from `start` on, in seconds."""
+    """A part of the audio: its samples, their rate, and where it begins, in seconds. At most as long as a clip."""
 
     start: float
     samples_N: Samples
@@ -43,7 +44,10 @@ def windows_of(samples_N: Samples, rate: int, seconds: float) -> list[Window]:
 
 
 def transcribing(decoder: WindowDecoder, windows: Sequence[Window]) -> Transcribing:
-    """Return the work of transcribing windows. Each window becomes a segment."""
+    """Return the transcription of these windows, not yet begun. Each window becomes a segment.
+
+    The language is detected in the first window.
+    """
 
     def part(window: Window, language: str) -> Decoding[Sequence[Segment]]:
         decoded = yield from decoder.window((window.samples_N, window.rate), language)

@@ -1,4 +1,4 @@
-"""Requests with audio: its samples or features are prepared, and given to the core when it asks for them.
+"""Prepares the samples or features of audio in requests, and gives them to the core when it asks for them.
 
 Worker processes decode files and convert rates. They also compute features, unless the device does. Samples at the
 extractor's rate, for a device that computes features, need no worker.
@@ -51,7 +51,7 @@ CLIP_SAMPLES = {"answer": CLIP}  # and for a clip whose features the device comp
 
 
 class ExtractorFiles(NamedTuple):
-    """The checkpoint's feature extractor as a Processor."""
+    """Describes the checkpoint's feature extractor to the worker processes. Implements Processor."""
 
     folder: str
     dtype: str  # of features, torch's name
@@ -92,7 +92,7 @@ class SpeechRequests(RequestFeature):
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> SpeechRequests:
-        """Return the feature's part for an engine."""
+        """Return the feature's part for an engine, and start its worker processes if the model takes audio."""
         if config.speech is None:
             return cls(None)
         model = config.model
@@ -111,7 +111,7 @@ class SpeechRequests(RequestFeature):
         *,
         timestamps: bool = False,
     ) -> Transcribing:
-        """Return the work of a transcription. For the arguments see `LLM.transcribe`.
+        """Return a transcription, not yet begun. For the arguments see `LLM.transcribe`.
 
         Waits for a file to be decoded, and with timestamps for the features of the whole audio. Raises TypeError,
         ValueError or OSError with the argument, its value and what is allowed.
@@ -134,14 +134,17 @@ class SpeechRequests(RequestFeature):
         return quiet_windows.transcribing(decoder, quiet_windows.windows_of(*self._samples(source), seconds))
 
     def _samples(self, source: MediaSource) -> tuple[Samples, int]:
-        """Return samples and their rate; a file is decoded in a worker process. Raises ValueError."""
+        """Return the samples of audio and their rate. A file is decoded in a worker process.
+
+        Raises ValueError if the audio cannot be decoded, or is too long.
+        """
         if source.kind == "file":
             found = self._processed(source, WHOLE_FILE)
             return found.inputs[SAMPLES].tensor().numpy(), int(found.inputs[RATE].tensor())
         return samples_of(source), int(source.mode)
 
     def _features(self, source: MediaSource) -> Features:
-        """Return the features of the whole audio, computed in a worker process. Raises ValueError."""
+        """Return the features of the whole audio, computed in a worker process. Raises the errors of `_processed`."""
         assert self._speech is not None
         whole = self._processed(source, WHOLE_FEATURES)
         features_MF, seconds = whole.inputs[FEATURES].tensor(), float(whole.inputs[SECONDS].tensor())
@@ -160,7 +163,10 @@ class SpeechRequests(RequestFeature):
         return Features(of_audio, num_frames, seconds, cut)
 
     def _processed(self, source: MediaSource, settings: Mapping[str, Any]) -> ProcessedMedia:
-        """Return a worker's answer for audio that is to be transcribed. Raises ValueError."""
+        """Return a worker's answer for audio that is to be transcribed. settings: see `main` in worker.py.
+
+        Raises ValueError if the audio cannot be decoded, or is too long.
+        """
         assert self.processing is not None
         if source.kind != "file":
             samples_of(source)
@@ -194,7 +200,7 @@ class SpeechRequests(RequestFeature):
     def _clip(self, name: str, read: Callable[[], MediaSource], is_stopped: Stopped) -> ProcessedMedia:
         """Return a clip with its features, or with samples from which the device computes them.
 
-        Raises ValueError, beginning with the name.
+        read: returns the audio. Raises ValueError, beginning with the name.
         """
         assert self._config is not None
         source = read()
@@ -233,7 +239,7 @@ class SpeechRequests(RequestFeature):
 
 
 class PromptAudio(Attachment):
-    """The audio of a prompt. Its clip is kept while its request runs, as the core may ask for its inputs again.
+    """Prepares the audio of a prompt as a clip. Keeps the clip, since the core may ask for its inputs again.
 
     load: returns the clip; raises ValueError for audio that cannot be decoded.
     """
@@ -263,6 +269,6 @@ class PromptAudio(Attachment):
         return RequestPart(extras_of(key), root={AUDIO: key}, give=self.give)
 
     def give(self, keys: Sequence[str], is_stopped: Stopped = never) -> list[ControlCall]:
-        """Return the control calls with the clip's inputs, see PreparedRequest."""
+        """Return the control calls that give the core the clip's inputs under these keys, see PreparedRequest."""
         assert self._clip is not None
         return list(calls_of(dict.fromkeys(keys, self._clip.inputs)))

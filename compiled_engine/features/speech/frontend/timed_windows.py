@@ -1,8 +1,8 @@
 """Transcribes audio with timestamps. Each window begins where the last whole segment of the window before ends.
 
 The rules are those of transformers' generation of long texts with Whisper: windows are cut from the features of the
-whole audio. A window's text is cut into segments between two timestamps in a row. A segment that is cut off by the
-window's end is dropped, and the next window begins with it.
+whole audio. A window's text is cut into segments wherever one timestamp follows another. A segment that is cut off by
+the window's end is dropped, and the next window begins with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ FRAMES_PER_TIME = 2  # of features, from one timestamp to the next, which is a p
 
 
 class TimedPart(NamedTuple):
-    """A segment of a window. start, end: its timestamps, counted from the window's beginning."""
+    """A segment of a window.
+
+    start, end: its timestamps, in units of FRAMES_PER_TIME frames from the window's beginning.
+    """
 
     start: int
     end: int
@@ -37,7 +40,10 @@ class Features(NamedTuple):
 
 
 def transcribing(decoder: WindowDecoder, features: Features, window_frames: int) -> Transcribing:
-    """Return the work of transcribing audio with timestamps. window_frames: the features that the encoder reads."""
+    """Return the transcription of audio with timestamps, not yet begun.
+
+    window_frames: number of frames that the encoder reads at a time.
+    """
 
     def part(language: str) -> Decoding[Sequence[Segment]]:
         seek, found = 0, list[Segment]()
@@ -59,9 +65,10 @@ def transcribing(decoder: WindowDecoder, features: Features, window_frames: int)
 
 
 def cut_at_timestamps(token_ids: Sequence[int], first: int, num_frames: int) -> tuple[list[TimedPart], int]:
-    """Cut the tokens of a window into parts, and return them with the frames from this window to the next.
+    """Cut the tokens of a window into segments. Return the segments, and where the next window begins.
 
-    first: the token of the first timestamp. num_frames: number of frames of the window.
+    first: the token of the first timestamp. num_frames: number of frames of the window. The next window's beginning is
+    given in frames from the beginning of this window.
     """
     is_time = [token >= first for token in token_ids]
     borders = [number for number in range(1, len(token_ids)) if is_time[number - 1] and is_time[number]]

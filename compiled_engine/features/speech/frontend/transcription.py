@@ -1,4 +1,4 @@
-"""Transcriptions: their results, and how their parts run, together, in an engine or on an event loop."""
+"""Defines the results of transcriptions, and runs the parts of a transcription, in an engine or on an event loop."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the audio's text, of which `start` and `end` are in seconds.
+    """A part of the audio and its text. `start` and `end` are in seconds.
 
-    It is the text of a window of the audio, or with timestamps a segment within one, whose tokens have them.
+    Without timestamps, a segment is a window of the audio. With timestamps, it is a part of a window, and its tokens
+    include the timestamps.
     """
 
     start: float
     end: float
     text: str
     token_ids: tuple[int, ...]
-    # Of the segment's window: the temperature at which it was decoded, the mean log-probability of its tokens, the end
-    # included, the bytes of its text to those of the compressed text, and its beginning in frames.
+    # Of the segment's window: the temperature at which it was decoded, the mean log-probability of its tokens and the
+    # end-of-text token, the size of its text divided by the size of the compressed text, and its first frame.
     temperature: float
     avg_logprob: float
     compression_ratio: float
@@ -51,7 +52,7 @@ class Transcription:
 
 
 class Asked(NamedTuple):
-    """A prompt to run."""
+    """A prompt to run, with its sampling parameters."""
 
     prompt: dict[str, Any]
     params: SamplingParams
@@ -73,7 +74,7 @@ class Transcribing(NamedTuple):
 
 
 def run(work: Transcribing, run_all: Callable[[list[Asked]], Sequence[RequestOutput]]) -> Transcription:
-    """Return the transcription. run_all: runs prompts, and returns their outputs in order."""
+    """Run a transcription, and return its result. run_all: runs prompts, and returns their outputs in order."""
     (language,) = _run_together([work.detecting], run_all)
     return Transcription.of(language, work.duration, _run_together(work.parts(language), run_all))
 
@@ -81,7 +82,7 @@ def run(work: Transcribing, run_all: Callable[[list[Asked]], Sequence[RequestOut
 def _run_together(
     decodings: Sequence[Decoding[Result]], run_all: Callable[[list[Asked]], Sequence[RequestOutput]]
 ) -> list[Result]:
-    """Return the results of decodings. The next prompts of all of them run together."""
+    """Run decodings to their ends, and return their results. The next prompts of all decodings run together."""
     results: dict[int, Result] = {}
     outputs: dict[int, Any] = dict.fromkeys(range(len(decodings)))
     while outputs:
@@ -96,7 +97,7 @@ def _run_together(
 
 
 async def run_async(work: Transcribing, run_one: Callable[[Asked], Awaitable[RequestOutput]]) -> Transcription:
-    """Return the transcription. run_one: runs a prompt; parts of the audio call it at the same time."""
+    """Run a transcription, and return its result. run_one: runs a prompt; it is called for several parts at a time."""
     language = await decoded(work.detecting, run_one)
     async with aclosing(stream(work, language, run_one)) as parts:
         return Transcription.of(language, work.duration, [part async for part in parts])
@@ -105,7 +106,10 @@ async def run_async(work: Transcribing, run_one: Callable[[Asked], Awaitable[Req
 async def stream(
     work: Transcribing, language: str, run_one: Callable[[Asked], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[Sequence[Segment], None]:
-    """Yield the segments of each part in turn, as soon as the part and all earlier parts have ended."""
+    """Run the parts of a transcription at the same time. Yield the segments of each part, in the order of the audio.
+
+    A part's segments are yielded as soon as the part and all earlier parts have ended. run_one: runs a prompt.
+    """
     running = [asyncio.create_task(decoded(part, run_one)) for part in work.parts(language)]
     try:
         for part in running:
@@ -117,7 +121,7 @@ async def stream(
 
 
 async def decoded(decoding: Decoding[Result], run_one: Callable[[Asked], Awaitable[RequestOutput]]) -> Result:
-    """Return the result of a decoding. run_one: runs a prompt."""
+    """Run a decoding prompt by prompt, and return its result. run_one: runs a prompt."""
     output: Any = None
     while True:
         try:

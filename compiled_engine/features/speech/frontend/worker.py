@@ -1,6 +1,6 @@
 """Worker processes that decode audio and run the checkpoint's feature extractor.
 
-They import transformers, which the engine's own processes need not.
+They import transformers, which the engine's own processes do not need.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ CLIP = "clip"  # an answer with the samples of a clip, at the extractor's rate
 def main() -> None:
     """Run the workers, see run_workers. Messages and answers are those of features/images/frontend/worker.py.
 
-    The order is {"folder": the checkpoint's, "dtype": torch's name, "threads": those of each worker}. A message's
-    kind is "file" or "samples"; these are float32, and "mode" is their rate. Without settings the answer has the
-    features of a clip. The setting "answer" says what else is returned: with "clip" the samples of a clip at the
-    extractor's rate, with "samples" those of a file and their rate, with "input_features" the features of the whole
-    audio and its length. With "most_seconds" the audio may last that many seconds. An answer replaces no placeholder.
+    The order is {"folder": the checkpoint's, "dtype": torch's name, "threads": number of threads of each worker}. A
+    message's "kind" is "file", or "samples" for float32 samples, whose rate is "mode". By default, the answer has the
+    features of a clip. The setting "answer" asks for something else: "clip" for the samples of a clip at the
+    extractor's rate, "samples" for all samples and their rate, "input_features" for the features of the whole audio and
+    its length. With the setting "most_seconds", the audio may last that many seconds, otherwise as long as a clip. An
+    answer replaces no placeholder.
     """
     run_workers(_prepare, uses_cuda=False)
 

@@ -1,7 +1,4 @@
-"""The part of grammars and token masks in the frontend.
-
-Converts them for the core, and gives the core the vocabulary.
-"""
+"""Converts grammars and token masks of requests for the engine core, and gives the core the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's position in a compiled grammar, by llguidance, and the masks of many requests together."""
+"""Tracks a request's position in a compiled grammar, by llguidance, and fills the masks of many requests together."""
 
 from __future__ import annotations
 
@@ -97,10 +97,11 @@ def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.nda
 def fill_masks(
     asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.ndarray, thread: Executor
 ) -> Future[dict[int, str]]:
-    """Pass each constraint its new tokens, and let it fill its row of the masks, int32 [M, W].
+    """Pass each constraint its new tokens, and make it fill its row of the masks, int32 [M, W].
 
-    Grammars' masks are filled in parallel without the GIL: `thread` waits for them, and the caller continues. The
-    future's result has the errors of requests without a mask, by row; other requests are not affected.
+    asked: the constraint and new tokens of each row. Grammars' masks are filled in parallel without the GIL: `thread`
+    waits for them, and the caller continues. The future's result has the errors of requests without a mask, by row;
+    other requests are not affected.
     """
     failures: dict[int, str] = {}
     grammars: dict[int, GrammarConstraint] = {}

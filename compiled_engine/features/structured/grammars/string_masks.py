@@ -1,4 +1,4 @@
-"""Masks inside JSON strings that are bounded only in length, derived from the mask at the string's beginning."""
+"""Derives masks inside JSON strings that are bounded only in length, from the mask at the string's beginning."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _may_hold_text(schema: dict[str, Any]) -> bool:
 
 
 def _is_narrow(pattern: str) -> bool:
-    """Return True if the pattern is simple enough to see that it only matches ASCII."""
+    """Return True if the pattern is simple enough to see that it only matches ASCII, otherwise False."""
     if not _NARROW.fullmatch(pattern):
         return False
     depth = 0
@@ -145,7 +145,7 @@ class _Open:
 
 
 class StringMasks:
-    """Derives masks of one request inside strings that are bounded only in length.
+    """Derives the token masks of one request inside strings that are bounded only in length.
 
     `probe` has the token ids of a character that is only allowed in such strings, and `quote` the token ids of the
     closing quote.
@@ -157,7 +157,7 @@ class StringMasks:
 
     @classmethod
     def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
-        """Return the masks of a request; None without a probe, or if the vocabulary cannot write the probe."""
+        """Return the StringMasks of a request; None without a probe, or if the vocabulary cannot write the probe."""
         if probe is None:
             return None
         written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]

@@ -92,7 +92,7 @@ def _text(given: StructuredOutputs) -> str:
 
 
 def _gbnf_part(match: re.Match[str]) -> str:
-    """Return a part of GBNF, rewritten for the converter.
+    """Return a part of a GBNF grammar, rewritten for the converter.
 
     The converter supports only code points of two digits, and renames the rule `root` to `start`.
     """

@@ -131,9 +131,9 @@ class GrammarTrials:
 
 
 def main() -> None:
-    """Fork for each received connection. Exit when the caller has ended.
+    """Fork for each received connection, over which the fork gets one grammar to try. Exit when the caller has ended.
 
-    The argument is the descriptor over which connections are received.
+    The program's argument is the file descriptor of the socket over which connections are received.
     """
     import llguidance  # noqa: F401 - for the forks
 

@@ -12,7 +12,7 @@ from compiled_engine.engine.messages import ControlCall
 
 @dataclass(frozen=True)
 class GrammarVocabulary:
-    """A tokenizer and the tokens of a model."""
+    """A model's tokenizer, the size of its vocabulary, and its end-of-sequence tokens."""
 
     tokenizer: str  # in the format of tokenizer.json
     vocab_size: int  # width of the logits

@@ -1,4 +1,4 @@
-"""The control calls of a weight update, for `LLM` and `AsyncLLM`."""
+"""Makes the control calls of a weight update, for `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def update(
 ) -> Calls:
     """Add weights to the update under way; if there is none, start one, add the weights and finish it.
 
-    weights: a folder with safetensors files, tensors on any device by the checkpoint's names, a Broadcast, or
-    SharedTensors. in_this_process: the core is in this process, behind no socket. version, recompute: see
-    WeightUpdates.finish_weight_update; not used for an update under way.
+    Yields control calls, see Calls. weights: a folder with safetensors files, tensors on any device by the checkpoint's
+    names, a Broadcast, or SharedTensors. in_this_process: the core is in this process, behind no socket. version,
+    recompute: see WeightUpdates.finish_weight_update; not used for an update under way.
 
     Raises ControlError, TypeError or ValueError; an update that was started here is then dropped.
     """
@@ -106,7 +106,10 @@ def served(calls: Calls, serve: Callable[[ControlCall], Any]) -> Any:
 
 
 async def served_async(calls: Calls, serve: Callable[[ControlCall], Awaitable[Any]]) -> Any:
-    """Serve calls as `served` does, on an event loop. `calls` runs in threads, since it may write tensors to files."""
+    """Serve calls as `served` does, on an event loop, and return the generator's result.
+
+    `calls` runs in threads, since it may write tensors to files.
+    """
     step: Callable[[], ControlCall] = partial(next, calls)
     while True:
         call = await asyncio.to_thread(_next_call, step)
@@ -121,7 +124,12 @@ async def served_async(calls: Calls, serve: Callable[[ControlCall], Awaitable[An
 
 
 def _next_call(step: Callable[[], ControlCall]) -> ControlCall | StopIteration:
-    """Return the next call. Return a StopIteration instead of raising it, since a coroutine cannot receive it."""
+    """Return the next call.
+
+    At the generator's end, return the StopIteration, which a coroutine cannot receive as an error.
+
+    step: resumes the generator, and returns its next call.
+    """
     try:
         return step()
     except StopIteration as end:
@@ -153,7 +161,7 @@ def _receive(**arguments: Any) -> ControlCall:
 
 
 def _named(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors, checking their types."""
+    """Yield names and tensors. Raises TypeError if `weights` has other contents."""
     import torch
 
     allowed = "a folder, a dict of tensors by name, or (name, tensor) pairs"
