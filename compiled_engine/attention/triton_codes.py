@@ -25,7 +25,11 @@ FP8_LARGEST = tl.constexpr(kv_format.FP8_LARGEST)
 
 
 def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor that kernels take as scales_ptr; for an FP8 cache without scales, ones."""
+    """Return the tensor that kernels take as scales_ptr.
+
+    The cache itself, as int16, if its format stores scales beside codes; otherwise kv_scales_2K, if there are any. An
+    FP8 cache without scales has ones, and a cache that is not quantised None.
+    """
     if kv_format.has_scales(kv_cache_N2PKd.dtype):
         return kv_cache_N2PKd.view(torch.int16)
     if kv_scales_2K is None and kv_format.is_coded(kv_cache_N2PKd.dtype):

@@ -123,7 +123,7 @@ class Scheduler:
         self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ValueError if the request's id is in use, or if its prompt can never fit."""
+        """Raise ValueError if the request's id is in use, or if its prompt is empty or too long."""
         if request.request_id in self._requests.by_id:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if not 0 < (num_tokens := len(request.prompt_token_ids)) <= self._most_prompt_tokens:

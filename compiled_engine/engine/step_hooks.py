@@ -186,7 +186,10 @@ class StepFeature:
         raise NotImplementedError
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Launch work between the staged writes and the forward."""
+        """Launch work that reads staged writes of this step and comes before the forward.
+
+        hidden_wanted: whether the step returns hidden states.
+        """
 
     def before_inputs(self, batch: InputBatch) -> None:
         """Launch work that the step's inputs depend on. May be captured."""

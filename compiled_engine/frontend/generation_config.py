@@ -20,9 +20,10 @@ FIELDS = {
 
 
 def read_default_sampling_params(model_path: Path, generation_config: str) -> SamplingParams:
-    """Return the checkpoint's defaults, or SamplingParams() if `generation_config` is "none".
+    """Return the sampling defaults of generation_config.json, or SamplingParams() if `generation_config` is "none".
 
-    `do_sample: false` means greedy. Raises ValueError with the file's name for an unusable value.
+    Fields that the file lacks keep the defaults of SamplingParams; `do_sample: false` means greedy. Raises ValueError
+    with the file's path for an unusable value.
     """
     if generation_config == "none":
         return SamplingParams()

@@ -127,10 +127,10 @@ _EMBEDDINGS = (aten.embedding.default, aten.index.Tensor, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Return (rows, columns) that must be multiples of a tile's rows and columns; 0: no condition.
+    """Return the (rows, columns) that a tile's rows and columns must divide; 0: any size is allowed.
 
-    A tile must not cross the end of a rank's part of a section of rows, since linears are merged, or the end of a
-    rank's columns.
+    The rows of a merged weight are sections, one for each linear, and every rank has a part of each section. A tile
+    must not cross the border between two parts, or between two ranks' columns.
     """
     shard = weight.shard
     if shard is None or shard.dim is None:

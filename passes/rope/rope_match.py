@@ -218,9 +218,10 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 
 
 def _of_pairs(angles: Any) -> fx.Node:
-    """Return cos or sin per pair, [T, 1, r / 2], if `angles` has each value twice in a row; otherwise `angles`.
+    """Return the node of cos or sin with one value per pair, [T, 1, r / 2], if each value in `angles` follows itself.
 
-    If the graph has no unsqueeze of the values before their repetition, one is added.
+    angles: the node of cos or sin, which is returned if its values are not repeated so. If the graph has no unsqueeze
+    of the values before their repetition, one is added.
     """
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None

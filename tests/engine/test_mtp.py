@@ -373,7 +373,11 @@ def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> 
             None,
             "the MTP layer is stored as int8, and config.json does not say how; allowed: a layer in 16 ",
         ),
-        (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of DeepseekV3ForCausalLM, Ernie4_5_Moe"),
+        (
+            without,
+            changed,
+            "no MTP layer of Qwen2ForCausalLM is known; allowed: models of DeepseekV3ForCausalLM, Ernie4_5_Moe",
+        ),
     ):
         save_file(stored, tmp_path / FILE, metadata={"format": "pt"})
         if config is not None:

@@ -61,11 +61,12 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """Attention by the engine's own kernels. Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 576.
+    """Attention by the engine's own kernels. KV blocks have multiples of 16 tokens, heads multiples of 8 elements.
 
     kernel_choice.py chooses the kernel of each batch. A batch with prompts has separate kernels for its decodes and its
-    prompts, because a tile of 16 rows needs other registers than a tile of 128. Launches depend only on tensor shapes
-    and host_3, and kernels read everything else from the device, so every batch can be captured.
+    prompts, because a tile of 16 rows needs fewer registers than a tile of 128. Heads have 16 to 576 elements. Launches
+    depend only on tensor shapes and on AttentionInputs.host_3, and kernels read everything else from the device, so a
+    CUDA graph can capture every batch.
     """
 
     name = "triton"

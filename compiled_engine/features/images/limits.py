@@ -15,7 +15,10 @@ def check_num_embeddings(name: str, num_embeddings: int, config: ImagesConfig) -
 
 
 def check_params(name: str, params: SamplingParams, config: ImagesConfig) -> None:
-    """Raise ValueError for sampling parameters that a prompt with images must not have. name: the prompt's name."""
+    """Raise ValueError for log-probabilities of prompt tokens that would cut an image into several steps.
+
+    Only models whose image tokens attend both ways are limited. name: what messages call the prompt.
+    """
     if config.vision.both_ways and params.prompt_logprobs == -1:
         raise ValueError(
             f"{name}: prompt_logprobs is -1, for which a step computes few tokens, and all those of an image belong to"

@@ -19,8 +19,9 @@ LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: TAGS, 2: TAGS}
 class Sleep(PlanFeature):
     """Makes the ranks give memory back to the system, and take it again at the same addresses.
 
-    call_ranks: a function that makes all ranks serve a control call. updates: puts no update into place while the
-    weights are asleep, and holds all steps after the weights were dropped.
+    call_ranks: a function that makes all ranks serve a control call. updates: the weight updates. Sleep makes them
+    refuse an update while the weights are asleep, and stop all steps after the weights were dropped, until an update
+    has brought new ones.
     """
 
     calls = ("sleep", "wake_up", "is_sleeping")

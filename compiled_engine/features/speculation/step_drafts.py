@@ -1,4 +1,5 @@
-"""Lays out steps with drafts on the device, and chooses the feature that makes the drafts."""
+"""Gives each request of a step a row for its newest token and one for each draft, and chooses what makes the drafts:
+n-grams, a draft model or a draft head."""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ from compiled_engine.sampling.ranks import VocabularySlice
 
 
 class MaskedSteps(StepFeature):
-    """Uploads the masks of steps. `vocabulary` is the slice of the vocabulary whose logits this rank computes."""
+    """Uploads each step's masks of the tokens that requests' grammars allow next.
+
+    vocabulary: the slice of the vocabulary whose logits this rank computes.
+    """
 
     name = NAME
 

@@ -84,13 +84,13 @@ class WeightUpdates(PlanFeature):
     def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:
         """Check the update, put it into place and return its version.
 
-        version: None for the number of updates so far. recompute: running requests are computed again from their
-        tokens, with the new weights; otherwise they keep the keys and values of the old weights. Either way the prefix
-        cache is emptied.
+        version: None for the number of finished updates, this one included. recompute: running requests are computed
+        again from their tokens, with the new weights; otherwise they keep the keys and values of the old weights.
+        Either way the prefix cache is emptied.
 
-        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised while
-        the update is held back (`hold`), and if putting it into place fails; then no step runs until another update is
-        finished.
+        Raises ControlError in three cases. The update does not match the model's weights: it is dropped, and the old
+        weights stay. Updates are held back (`hold`): the update stays under way. Putting it into place fails: no step
+        runs until another update is finished.
         """
         self._require_started()
         if self._held:
