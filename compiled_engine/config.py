@@ -685,21 +685,3 @@ def effective_fields(config: EngineConfig) -> dict[str, Any]:
     """Return the fields that may influence what the engine computes, in the form of `flat_fields`."""
     fields_of = flat_fields(replace(config, kv_events=None, cache=replace(config.cache, block_files=None)))
     return {name: value for name, value in fields_of.items() if not f".{name}".endswith(_OF_NO_EFFECT)}
-
-
-def encode_other(value: Any) -> str:
-    """Encode a value of a type that msgspec does not know; msgspec's enc_hook. Raises TypeError for unknown types."""
-    if isinstance(value, Path | torch.device):
-        return str(value)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    raise TypeError(f"no message holds a {type(value).__name__}")
-
-
-def decode_other(kind: type, value: Any) -> Any:
-    """Decode a value of a type that msgspec does not know; msgspec's dec_hook. Raises TypeError for unknown types."""
-    if kind is torch.dtype:
-        return getattr(torch, value)
-    if kind in (Path, torch.device):
-        return kind(value)
-    raise TypeError(f"no message holds a {kind.__name__}")

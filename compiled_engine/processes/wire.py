@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from compiled_engine.config import EngineConfig, decode_other, encode_other
+from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import (
     ControlCall,
@@ -152,6 +154,25 @@ ToApi = Started | Stepped | Answered | Failed
 ToWorker = Step | Late | Control | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answered
 Result = RunnerOutput | Failed
+
+
+def encode_other(value: Any) -> str:
+    """Encode a value of a type that msgspec does not know; msgspec's enc_hook. Raises TypeError for unknown types."""
+    if isinstance(value, Path | torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"no message holds a {type(value).__name__}")
+
+
+def decode_other(kind: type, value: Any) -> Any:
+    """Decode a value of a type that msgspec does not know; msgspec's dec_hook. Raises TypeError for unknown types."""
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if kind in (Path, torch.device):
+        return kind(value)
+    raise TypeError(f"no message holds a {kind.__name__}")
+
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
 _core_decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_other)

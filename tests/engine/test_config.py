@@ -29,13 +29,12 @@ from compiled_engine.config import (
     RowState,
     SpeculationConfig,
     TransformersModel,
-    decode_other,
     draft_lengths,
-    encode_other,
     flat_fields,
     json_value,
 )
 from compiled_engine.parallel.rank_share import local_model, local_share
+from compiled_engine.processes.wire import decode_other, encode_other
 
 
 def magnitude(mscale: float, factor: float) -> float:
