@@ -196,9 +196,7 @@ class _Weights:
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
         if self.are_mxfp4 and decodes_first(num_tokens, share):
-            is_narrow = dtype != torch.float32
-            tiles = decoded_tiles(self.down.values.device) if is_narrow else grouped_tiles(num_tokens, dtype, *sizes)
-            return tiles, False, True
+            return decoded_tiles(num_tokens, dtype, self.down.values.device), False, True
         if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
             return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:

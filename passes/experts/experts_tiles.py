@@ -86,14 +86,15 @@ def decodes_first(num_tokens: int, share: float) -> bool:
     return num_tokens > MOST_DECODED_IN_TILES and share * MOST_DECODED_IN_TILES >= LEAST_TO_DECODE
 
 
-def decoded_tiles(device: torch.device) -> GroupedTiles:
-    """Choose tiles for weights in 16 bits that were decoded before a product of many tokens.
+def decoded_tiles(num_tokens: int, dtype: torch.dtype, device: torch.device) -> GroupedTiles:
+    """Choose tiles for weights that were decoded before a product of many tokens.
 
-    The larger of the two choices is for Hopper, whose shared memory it fits and where it was measured.
+    They are those of `grouped_tiles`, except in 16 bits on Hopper, whose shared memory holds larger ones.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if is_hopper and dtype != torch.float32:
         return GroupedTiles(tokens=128, rows=256, block_k=64, num_warps=8, num_stages=3)
-    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+    return grouped_tiles(num_tokens, dtype)
 
 
 def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles:
