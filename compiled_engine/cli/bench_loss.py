@@ -51,8 +51,12 @@ def loss(
         words = read_text("text", text or BUNDLED_MODEL_PATH / "held_out.txt")
 
         from compiled_engine.bench.held_out_loss import VARIANTS, compare_losses, with_folder
+        from compiled_engine.options import EngineOptions
         from compiled_engine.process.progress import RichProgress
+        from compiled_engine.resolve.engine import resolve
 
+        if quantised is not None:  # the engine before it takes long
+            resolve(EngineOptions(model=quantised, device=device))
         variants = VARIANTS if quantised is None else with_folder(quantised)
         result = compare_losses(model, words, {"device": device}, RichProgress(), variants)
         result |= {"command": command_line()}

@@ -78,3 +78,10 @@ def test_a_written_checkpoint_is_compared_with_its_model(bundled_model_path: Pat
     shutil.copy(bundled_model_path / "tokenizer.json", tmp_path / "other")
     with pytest.raises(ValueError, match="other has other tokens than the model; allowed: a checkpoint made of"):
         compare_losses(None, text[:600], eager, SilentProgress(), with_folder(str(tmp_path / "other")))
+
+
+def test_a_wrong_checkpoint_is_told_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.bench.held_out_loss.LLM", None)
+    run = CliRunner().invoke(app, ["bench", "loss", "--quantised", "/nowhere", "--device", "cpu"])
+    assert run.exit_code == 2
+    assert "got '/nowhere', which is neither" in " ".join(run.output.split())
