@@ -70,6 +70,7 @@ def grouped_kernel(
     w_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
@@ -91,6 +92,7 @@ def grouped_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALES: tl.constexpr,
     ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     IN_WORDS: tl.constexpr,
@@ -106,9 +108,10 @@ def grouped_kernel(
         by pair.
     scales_ptr: scales of codes, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole
         rows); None for other weights.
-    zeros_ptr, PACKED, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
+    zeros_ptr, PACKED, SCALES, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
+    row_scales_ptr: float32 [E, NUM_ROWS], factors of the rows' products; None for none.
     IN_WORDS: multiply by words_product, for which rows of x, and with GATED of the results, are in the order of
-        operand_place, padded with zeros.
+        operand_place for UNIT, padded with zeros.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
@@ -140,8 +143,8 @@ def grouped_kernel(
         scale_ptr_N = None
     if IN_WORDS:
         of_expert_ptr = w_ptr + expert * (NUM_ROWS * (K // 2))
-        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // 32))
-        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, BLOCK_K, NUM_STAGES)
+        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // UNIT))
+        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, SCALES, UNIT, BLOCK_K, NUM_STAGES)
     elif PACKED != "":
         y_TN = packed_product(
             x_row_ptr_T,
@@ -151,6 +154,7 @@ def grouped_kernel(
             K,
             TILE_COLUMNS,
             PACKED,
+            SCALES,
             ZERO,
             UNIT,
             BLOCK_K,
@@ -159,6 +163,8 @@ def grouped_kernel(
     else:
         w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
         y_TN = _product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, K, TILE_COLUMNS, BLOCK_K, NUM_STAGES)
+    if row_scales_ptr is not None:
+        y_TN *= tl.load(row_scales_ptr + expert * NUM_ROWS + row_N)[None, :]
     if bias_ptr is not None:
         y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -173,7 +179,7 @@ def grouped_kernel(
         out_row_T = place_T
         if IN_WORDS:
             y_TM = tl.where((output_M < NUM_OUTPUTS)[None, :], y_TM, 0.0)
-            place_M = operand_place(output_M)
+            place_M = operand_place(output_M, UNIT)
     else:
         y_TM = y_TN * tl.load(weights_ptr + pair_T).to(dtype).to(tl.float32)[:, None]
         out_row_T = pair_T

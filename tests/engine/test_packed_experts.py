@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from mxfp4_checkpoint import write_mxfp4
+from nvfp4_checkpoints import COMPRESSED, MODELOPT, write_nvfp4
 from packed_checkpoints import PACKINGS, Packing, write_packed
 from safetensors.torch import load_file, save_file
 from test_quantised_engine import IDS, OPTIONS, compare
@@ -128,6 +129,26 @@ def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int,
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     compare(tmp_path / "packed", oracle, IDS, exact=True, compile_ranges=(), tensor_parallel_size=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("form", "model_impl", "num_ranks"),
+    [
+        (COMPRESSED, "textbook", 1),
+        (MODELOPT, "transformers", 1),
+        (MODELOPT, "textbook", 2),
+        pytest.param(COMPRESSED, "transformers", 2, marks=pytest.mark.product(one_in=1000)),
+    ],
+)
+def test_experts_in_nvfp4_stay_in_codes(form: str, model_impl: str, num_ranks: int, tmp_path: Path) -> None:
+    """Gate and up of an expert have different scales of whole weights. Shares of two ranks, 88 columns, end inside of
+    groups of 16."""
+    sizes = MOE | {"moe_intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
+    oracle = write_nvfp4(tmp_path / "plain", tmp_path / "nvfp4", form, ["lm_head", *ROUTERS])
+    options = {"model_impl": model_impl, "tensor_parallel_size": num_ranks, "verify_passes": num_ranks == 1}
+    metrics = compare(tmp_path / "nvfp4", oracle, IDS, exact=True, compile_ranges=(), **options)
+    assert set(matched(metrics)) == {2}
 
 
 def test_experts_are_quantised_to_four_bits_while_they_are_loaded(tmp_path: Path) -> None:

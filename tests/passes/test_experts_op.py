@@ -46,24 +46,34 @@ for text in ("int4 1x32", "uint4 1x32", "int4 1x*"):
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-2, f"{text} is off by {error(out, decoded)}"
-# Codes of MXFP4 that are decoded in whole words, with blocks of columns that end inside.
-for case in (
-    Case(6, 3, 2, hidden_size=160, width=96, norm=True, residual=True, gpt_oss=True),
-    Case(5, 2, 1, hidden_size=128, width=160, renormalise=False, given=True),
+# Codes of e2m1 that are decoded in whole words, with blocks of columns that end inside, and inside of 16 bytes.
+for case, text in (
+    (Case(6, 3, 2, hidden_size=160, width=96, norm=True, gpt_oss=True), "mxfp4 1x32"),
+    (Case(5, 2, 1, hidden_size=128, width=160, renormalise=False, given=True), "mxfp4 1x32"),
+    (Case(6, 3, 2, hidden_size=144, width=80, norm=True, gpt_oss=True), "nvfp4 1x16"),
+    (Case(5, 2, 1, hidden_size=128, width=176, renormalise=False, given=True), "nvfp4 1x16"),
+    (Case(3, 2, 1, hidden_size=144, width=80), "nvfp4 1x16"),
 ):
-    coded, decoded = encoded(arguments_of(case, torch.float32), "mxfp4 1x32")
+    coded, decoded = encoded(arguments_of(case, torch.float32), text)
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-5, f"{case} in words is off by {error(out, decoded)}"
-# Weights that are decoded before the product.
-for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72)):
+# Weights that are decoded before the product, by which scales of rows are not multiplied.
+for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72), ("nvfp4 1x16", 160), ("nvfp4 1x8", 72)):
     coded, decoded = encoded(arguments_of(Case(1, 3, 2, hidden_size=hidden_size), torch.float32), text)
     for place in (2, 3):
-        rounding, scales = Rounding.parse(text), coded[place - 8]
-        unit = unit_of(rounding, decoded[place].shape[2])
+        rounding, scales, of_rows = Rounding.parse(text), coded[place - 10], coded[place - 4]
+        unit, kind = unit_of(rounding, decoded[place].shape[2]), "e8m0" if of_rows is None else "e4m3"
         with nan_in_new_tensors():
-            out = decoded_weight(coded[place], scales, rounding.columns, unit, torch.float32)
+            out = decoded_weight(coded[place], scales.view(torch.uint8), rounding.columns, unit, torch.float32, kind)
+        out *= 1 if of_rows is None else of_rows
         assert torch.equal(out, decoded[place]), f"decoded {text} is wrong"
+# The product of a weight that was decoded before.
+experts_op.decodes_first = lambda num_tokens, share: True
+coded, decoded = encoded(arguments_of(Case(6, 3, 2, hidden_size=144, width=80), torch.float32), "nvfp4 1x16")
+with nan_in_new_tensors():
+    out = experts_op.launch(*coded)
+assert error(out, decoded) < 1e-5, f"products of decoded weights are off by {error(out, decoded)}"
 print("right")
 """
 
@@ -96,10 +106,12 @@ def compiled(
     """tiles: rows and columns of the weight's codes that share a scale; None for values. codes: Triton's type."""
     constants = {
         "PACKED": "",
+        "SCALES": "",
         "ZERO": 0,
         "UNIT": 0,
         "IN_WORDS": False,
         "zeros_ptr": None,
+        "row_scales_ptr": None,
         "DEPENDENT_LAUNCH": True,
     } | constants
     types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
@@ -219,7 +231,7 @@ def test_codes_on_a_gpu(case: Case, text: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["mxfp4 1x32", "uint4 1x32"])
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16", "uint4 1x32"])
 @pytest.mark.parametrize(
     "case", [Case(64, 4, 2), Case(150, 3, 1), Case(700, 128, 8, 512, 256), Case(3000, 16, 4)], ids=str
 )
