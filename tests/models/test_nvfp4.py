@@ -56,7 +56,7 @@ def test_values_are_those_written(form: str, num_rows: int, num_columns: int) ->
     found, packed = read_nvfp4(tensors, rules_of(form), Path("folder"))
     scales, whole = (found.pop(f"{NAME}.{name}") for name in ("weight_scale", WHOLE))
     assert found.keys() == {f"{NAME}.weight"}
-    assert torch.equal(scales, tensors[f"{NAME}.weight_scale"])
+    assert scales is tensors[f"{NAME}.weight_scale"]
     assert (whole.shape, whole.dtype) == ((1,), torch.float64)
     codes = packed[f"{NAME}.weight"].stored
     assert codes is not None
