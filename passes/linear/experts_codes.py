@@ -26,7 +26,7 @@ LEAST_UNIT = 8
 # The first compute capability for each format that kernels decode, and what the GPUs before it lack. Int8 is exact in
 # bfloat16.
 _CONVERSION, _ARITHMETIC = ((8, 9), "conversion of FP8"), ((8, 0), "arithmetic of bfloat16")
-CAPABILITIES = {"e4m3": _CONVERSION} | dict.fromkeys(("int8", "int4", "uint4", "mxfp4", "nvfp4"), _ARITHMETIC)
+CAPABILITIES = {"e4m3": _CONVERSION} | dict.fromkeys(("int8", "uint8", "int4", "uint4", "mxfp4", "nvfp4"), _ARITHMETIC)
 # Formats of scales of one byte, by the dtype in which they are stored.
 _SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
 # Elements of linears -> elements of experts. Linears have one scale in fp32 for both of NVFP4: their groups of 16
@@ -52,21 +52,25 @@ def of_experts(rounding: Rounding) -> Rounding:
 def scaled(
     w_NK: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     scale_row_N: tl.tensor,
     mask_N: tl.tensor,
     k: tl.tensor,
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return decoded codes times their scales, in fp32.
+    """Return decoded codes, less their zero points, times their scales, in fp32.
 
     w_NK: values of codes, fp32, of N rows of a weight with K columns, from column k on.
     scales_ptr: float32, [tiles of rows, tiles of columns]. TILE_COLUMNS: columns that share a scale; 0: all.
+    zeros_ptr: uint8, in the shape of the scales; None if no tile has a zero point.
     scale_row_N: for each row its index in the first dimension of the scales; mask_N: whether the row exists.
     """
     ROWS: tl.constexpr = w_NK.shape[0]
     BLOCK_K: tl.constexpr = w_NK.shape[1]
     if TILE_COLUMNS == 0:
+        if zeros_ptr is not None:
+            w_NK -= tl.load(zeros_ptr + scale_row_N, mask=mask_N, other=0).to(tl.float32)[:, None]
         return w_NK * tl.load(scales_ptr + scale_row_N, mask=mask_N, other=0.0)[:, None]
     else:
         BLOCKS: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS
@@ -74,6 +78,9 @@ def scaled(
         mask_NG = mask_N[:, None] & (block_G < BLOCKS)[None, :]
         scale_NG = tl.load(scales_ptr + scale_row_N[:, None] * BLOCKS + block_G[None, :], mask=mask_NG, other=0.0)
         w_NGC = tl.reshape(w_NK, [ROWS, BLOCK_K // TILE_COLUMNS, TILE_COLUMNS])
+        if zeros_ptr is not None:
+            zero_ptrs_NG = zeros_ptr + scale_row_N[:, None] * BLOCKS + block_G[None, :]
+            w_NGC -= tl.load(zero_ptrs_NG, mask=mask_NG, other=0).to(tl.float32)[:, :, None]
         return tl.reshape(w_NGC * scale_NG[:, :, None], [ROWS, BLOCK_K])
 
 
@@ -141,7 +148,7 @@ def decoded(
     """
     rounding = Rounding.parse(scheme)
     if rounding.format.per_byte == 1:
-        return decode(codes_NK, scales_RC, rounding)
+        return decode(codes_NK, scales_RC, rounding, zeros_RC)
     codes_NK = from_halves(codes_NK, unit_of(rounding, columns_of(codes_NK, scheme)))
     values_NK = dequantise(codes_NK, scales_RC, rounding, zeros_RC)
     return values_NK if row_scales_R1 is None else values_NK * row_scales_R1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
+from experts_cases import CASES, CODES, RANDOM, Case, arguments_of, encoded, error
 from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
@@ -21,13 +21,13 @@ from compiled_engine.passes.experts import experts_op
 from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.framework.rounding import unit_of
 from compiled_engine.quantisation import Rounding
-from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
+from experts_cases import CASES, CODES, RANDOM, Case, arguments_of, encoded, error
 from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
 small = [case for case in CASES if case.num_experts < 10 and case.num_tokens < 10]
 # Every other rounding: each meets one token and several, sizes that end inside of tiles, and experts that are given.
-roundings = {case: (*CODES, *PACKED)[(place + place // 4) % 2 :: 2] for place, case in enumerate(small)}
+roundings = {case: (*CODES, *RANDOM)[(place + place // 4) % 2 :: 2] for place, case in enumerate(small)}
 for case in CASES:
     arguments = arguments_of(case, torch.float32)
     # Those that are quick a second time, on counts that the first has left.
@@ -41,7 +41,7 @@ for case in CASES:
             out = experts_op.launch(*coded)
         assert error(out, decoded) < 1e-5, f"{case} with {text} is off by {error(out, decoded)}"
 # The products of many tokens, in which rows of codes come first.
-for text in ("int4 1x32", "uint4 1x32", "int4 1x*"):
+for text in ("int4 1x32", "uint4 1x32", "int4 1x*", "uint8 1x32"):
     coded, decoded = encoded(arguments_of(Case(70, 4, 2, gpt_oss=True), torch.float16), text)
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
@@ -87,7 +87,7 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.product(one_in=1000, each=("case",))
-@pytest.mark.parametrize("text", [*CODES, *PACKED])
+@pytest.mark.parametrize("text", [*CODES, *RANDOM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_experts < 10], ids=str)
 def test_the_reference_with_codes(case: Case, dtype: torch.dtype, text: str) -> None:
@@ -120,6 +120,9 @@ def compiled(
     else:
         constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS"), tiles, strict=True))
         types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), f"*{codes}")
+        if codes == "u8":  # with zero points
+            types["zeros_ptr"] = "*u8"
+            del constants["zeros_ptr"]
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
     return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=num_warps)
@@ -152,6 +155,7 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     [
         (8, (1, 0), "i8"),
         (8192, (128, 128), "fp8e4nv"),
+        (8192, (1, 128), "u8"),
         *(
             pytest.param(*each, marks=pytest.mark.product(one_in=1000))
             for each in ((8, (1, 0), "fp8e4nv"), (8, (128, 128), "fp8e4nv"), (8192, (1, 0), "fp8e4nv"))
@@ -224,7 +228,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.product(one_in=12, each=("case",))
-@pytest.mark.parametrize("text", [*CODES, *PACKED])
+@pytest.mark.parametrize("text", [*CODES, *RANDOM])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_codes_on_a_gpu(case: Case, text: str) -> None:
     assert_codes_are_right_on_a_gpu(case, text)

@@ -192,7 +192,7 @@ def test_tiles_of_experts_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -
     def obstacle(text: str, device: torch.device = cpu, dtype: torch.dtype = BFLOAT16, num_columns: int = 2880) -> str:
         return experts_codes.obstacle(LinearScheme.parse(text), num_columns, dtype, device) or ""
 
-    for element, least in (("e4m3", 32), ("int4", 32), ("uint4", 32), ("mxfp4", 8), ("nvfp4", 8)):
+    for element, least in (("e4m3", 32), ("int4", 32), ("uint4", 32), ("uint8", 32), ("mxfp4", 8), ("nvfp4", 8)):
         taken = [columns for columns in range(1, 600) if not obstacle(f"{element} 1x{columns}")]
         assert taken == [columns for columns in (8, 16, 32, 64, 128, 256) if columns >= least]
         assert obstacle(f"{element} 1x*") == ""
