@@ -244,6 +244,13 @@ def test_wide_blocks_decode_each_row_by_its_own_scale_and_zero_point(case: Case,
     assert_codes_are_right_on_a_gpu(case, text)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 700, 3000])
+def test_every_kernel_of_nvfp4_on_a_gpu(num_tokens: int) -> None:
+    """With and without tensor cores, in blocks of all sizes, and decoded before the product."""
+    assert_codes_are_right_on_a_gpu(Case(num_tokens, 32, 4, 2880, 2880, norm=True, gpt_oss=True), "nvfp4 1x16")
+
+
 def assert_codes_are_right_on_a_gpu(case: Case, text: str) -> None:
     coded, decoded = encoded(arguments_of(case, torch.bfloat16, "cuda"), text)
     with nan_in_new_tensors():
