@@ -126,8 +126,10 @@ def _scales(
         raise ValueError(f"{module}.{names.scales} must be {list(grid)}, got {list(scales.shape)}")
     if whole.numel() != 1 or not 0 < float(whole) < float("inf"):
         raise ValueError(f"{module}.{names.whole} must be one number above 0, got {whole.tolist()}")
-    factor = whole.reshape(1).double()
-    return scales, 1 / factor if names.divides else factor
+    factor = 1 / whole.reshape(1).double() if names.divides else whole.reshape(1).double()
+    if factor.float().isinf():
+        raise ValueError(f"{module}.{names.whole} must have a reciprocal that float32 holds, got {whole.tolist()}")
+    return scales, factor
 
 
 def _scheme_of(group: JsonFields) -> LinearScheme:

@@ -95,6 +95,11 @@ def test_another_reading_is_another_weight() -> None:
         (MODELOPT, edit("weight_scale_2", None), "weight_scale_2 is missing"),
         (MODELOPT, edit("weight_scale_2", lambda t: 0 * t), "weight_scale_2 must be one number above 0, got 0.0"),
         (COMPRESSED, edit("weight_global_scale", lambda t: t.expand(2)), "weight_global_scale must be one number"),
+        (
+            COMPRESSED,
+            edit("weight_global_scale", lambda t: 0 * t + 1e-39),
+            "must have a reciprocal that float32 holds",
+        ),
         (MODELOPT, edit("weight_scale", lambda t: t.float()), "weight_scale must be torch.float8_e4m3fn, got torch.fl"),
         (COMPRESSED, edit("weight_scale", lambda t: t[:, :8]), "weight_scale must be [24, 16], got [24, 8]"),
         (COMPRESSED, edit("weight_packed", lambda t: t[0]), "weight_packed must have two dimensions, got [128]"),
