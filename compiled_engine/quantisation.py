@@ -32,6 +32,7 @@ class Element(NamedTuple):
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
     values: tuple[float, ...] = ()  # the value of each code
     scales: torch.dtype = torch.float32  # of stored scales; uint8: exponents of 2 plus 127 (E8M0)
+    row_scales: bool = False  # each row has a scale in fp32, by which the scales of its tiles are multiplied
 
     @property
     def bits(self) -> int:
@@ -45,6 +46,7 @@ ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0, 64.0),
     "e2m1": _E2M1,
     "mxfp4": _E2M1._replace(scales=torch.uint8),
+    "nvfp4": _E2M1._replace(scales=torch.float8_e4m3fn, row_scales=True),
     "int8": Element(torch.int8, 127.0, 73.9),
     "uint8": Element(torch.uint8, 127.5, 73.9, has_zeros=True),
     "int4": Element(torch.uint8, 7.5, 4.6, zero=8, per_byte=2),

@@ -24,7 +24,7 @@ from torch import nn
 from compiled_engine.config import ImagesConfig, ModelConfig, RowState
 from compiled_engine.kv_format import halves_of
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.passes.linear.experts_codes import projections_of
+from compiled_engine.passes.linear.experts_codes import of_experts, projections_of
 from compiled_engine.recurrence.states import without_drafts
 
 # Modules of vision towers that multiply embeddings, not patches.
@@ -129,10 +129,10 @@ def _stored_bytes(config: ModelConfig, name: str, parameter: torch.Tensor) -> in
     if scheme is None:
         return parameter.nbytes
     *leading, rows, columns = parameter.shape
-    rounding = scheme.weight
+    rounding = of_experts(scheme.weight) if leading else scheme.weight
     of_tile = rounding.format.scales.itemsize + rounding.format.has_zeros
     of_matrix = math.prod(rounding.stored(rows, columns)) + math.prod(rounding.grid(rows, columns)) * of_tile
-    return math.prod(leading) * of_matrix
+    return math.prod(leading) * (of_matrix + 4 * rows * rounding.format.row_scales)
 
 
 def _experts_per_token(config: ModelConfig) -> int:

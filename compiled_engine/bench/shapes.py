@@ -338,6 +338,11 @@ SHAPES["qwen3-vl-8b"] = {
 
 # The model as it is published, with MXFP4 weights.
 SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
+# With linears and experts in NVFP4, as modelopt writes them.
+_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+SHAPES["qwen3-30b-a3b-nvfp4"] = SHAPES["qwen3-30b-a3b"] | {
+    "quantization_config": _NVFP4 | {"exclude_modules": ["lm_head", "*.mlp.gate"]}
+}
 
 
 def write_shape(folder: Path, name: str) -> Path:

@@ -54,7 +54,7 @@ from compiled_engine.passes.speech.hoist_encoder import KINDS, HoistEncoder
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.quantisation_names import MXFP4
+from compiled_engine.quantisation import LinearScheme, Quantisation
 
 # Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
 # and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
@@ -323,8 +323,10 @@ def structure_passes(
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
         textbook = config.model.transformers is None
-        if config.model.experts.count if textbook else config.model.quantisation.method == MXFP4:
-            found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
+        if config.model.experts.count if textbook else _has_e2m1(config.model.quantisation):
+            found.append(
+                QuantiseExperts(config.model.quantisation, config.device, num_ranks, before, e2m1_alone=not textbook)
+            )
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
     if images is not None:
@@ -332,3 +334,7 @@ def structure_passes(
     if aux_layers:
         found.append(AuxHiddenStates(aux_layers))
     return tuple(found)
+
+
+def _has_e2m1(quantisation: Quantisation) -> bool:
+    return any(LinearScheme.parse(rule.scheme).weight.format.values for rule in quantisation.rules)

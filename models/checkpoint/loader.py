@@ -36,6 +36,7 @@ from compiled_engine.passes.framework.parameter import (
     INPUT_SCALE,
     KV_SCALES,
     QUANTISED,
+    ROW_SCALES,
     SCALES,
     ZEROS,
     Parameter,
@@ -334,8 +335,10 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 whole.random_(least, least + 256, generator=generator)
             elif leaf.role == CODES:
                 whole.normal_(0.0, element.deviation, generator=generator)
-            elif leaf.role in (SCALES, INPUT_SCALE):
-                size = STANDARD_DEVIATION / element.deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
+            elif leaf.role in (SCALES, ROW_SCALES, INPUT_SCALE):
+                size = INPUT_SCALE_SIZE if leaf.role == INPUT_SCALE else STANDARD_DEVIATION / element.deviation
+                if leaf.role == SCALES and element.row_scales:
+                    size = 1.0
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)

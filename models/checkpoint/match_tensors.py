@@ -74,7 +74,9 @@ def match_tensors(
     if config.transformers is not None:
         problems = _misfits(read, own, shapes) | problems
     used = {name: p.in_blocks for p in placements if p.source not in stored for name in p.sources}
-    floats = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    # Scales that are multiplied by another one were checked when they were read.
+    in_floats = [each for each in stored.values() if each.whole is None]
+    floats = {name for each in in_floats for name in (each.scales, each.input_scale) if name is not None}
     used |= {name: False for name in floats if name in tensors}
     problems["of a dtype that is not supported"] = [
         f"{name} ({tensors[name].dtype})"

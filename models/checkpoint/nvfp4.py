@@ -1,4 +1,4 @@
-"""Check a checkpoint's NVFP4 weights, and combine their two scales into one.
+"""Check a checkpoint's NVFP4 weights, and bring their tensors into one layout.
 
 A linear with N outputs and K inputs has codes in e2m1; a byte holds two codes, the first one in its low half. Each 16
 columns of a row have a scale in e4m3, and the whole weight has a scale in fp32. Names and shapes of the tensors, by
@@ -30,6 +30,10 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 SCHEME = LinearScheme(Rounding("e2m1", 1, 16), None)
 
 
+# Last part of the name of a whole weight's scale, in the engine's layout.
+WHOLE = "weight_whole_scale"
+
+
 class _Names(NamedTuple):
     """The last parts of the names of an NVFP4 weight's tensors.
 
@@ -55,9 +59,10 @@ def read_nvfp4(
     """Return the checkpoint's tensors with NVFP4 weights in the engine's layout, and the codes by the weight's name.
 
     In the returned tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's
-    shape and the codes' dtype. The two scales are replaced by one, `weight_scale`, fp32 [N, K / 16]. If `quantisation`
-    has no NVFP4 weights, the tensors are returned unchanged. path: of the checkpoint, for errors. Raises ValueError,
-    with names and values, if tensors contradict each other or the rules.
+    shape and the codes' dtype. `weight_scale` stays e4m3 [N, K / 16]. WHOLE is the scale of the whole weight, by which
+    the others are multiplied, fp64 [1]; `combined` makes one scale of both. If `quantisation` has no NVFP4 weights, the
+    tensors are returned unchanged. path: of the checkpoint, for errors. Raises ValueError, with names and values, if
+    tensors contradict each other or the rules.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
     if quantisation is None or quantisation.method not in _NAMES:
@@ -79,21 +84,28 @@ def read_nvfp4(
             continue
         parts = {part: found.pop(f"{module}.{part}", None) for part in names[:4]}
         try:
-            scales = _scales(module, parts, names, scheme.weight)
+            scales, whole = _scales(module, parts, names, scheme.weight)
         except ValueError as error:
             problems.append(str(error))
             continue
         shape = codes.shape[0], 2 * codes.shape[1]
         found[f"{module}.weight"] = torch.empty(shape, dtype=torch.uint8, device="meta")
-        found[f"{module}.weight_scale"] = scales
+        found |= {f"{module}.weight_scale": scales, f"{module}.{WHOLE}": whole}
         packed[f"{module}.weight"] = PackedWeight(codes, PACKED, scheme.weight, shape[1], None)
     if problems:
         raise ValueError(f"the tensors in {path} do not fit quantization_config: {name_some(problems, most=3)}")
     return found, packed
 
 
-def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names, rounding: Rounding) -> torch.Tensor:
-    """Return a module's scales, each combined with the scale of the whole weight, fp32 [N, K / 16].
+def combined(scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return scales in e4m3 times the scale of the whole weight, fp64 [1], in fp32: rounded once in effect."""
+    return (scales.double() * whole.to(scales.device)).float()
+
+
+def _scales(
+    module: str, parts: Mapping[str, torch.Tensor | None], names: _Names, rounding: Rounding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a module's scales [N, K / 16] and the scale of the whole weight, see `read_nvfp4`.
 
     parts: the module's tensors by the last part of their names; None for those that are missing. Raises ValueError for
     missing or wrong tensors.
@@ -114,7 +126,10 @@ def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names
         raise ValueError(f"{module}.{names.scales} must be {list(grid)}, got {list(scales.shape)}")
     if whole.numel() != 1 or not 0 < float(whole) < float("inf"):
         raise ValueError(f"{module}.{names.whole} must be one number above 0, got {whole.tolist()}")
-    return scales.float() / whole if names.divides else scales.float() * whole
+    factor = 1 / whole.reshape(1).double() if names.divides else whole.reshape(1).double()
+    if factor.float().isinf():
+        raise ValueError(f"{module}.{names.whole} must have a reciprocal that float32 holds, got {whole.tolist()}")
+    return scales, factor
 
 
 def _scheme_of(group: JsonFields) -> LinearScheme:

@@ -10,9 +10,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from compiled_engine.models.checkpoint.mxfp4 import place_mxfp4
+from compiled_engine.models.checkpoint.nvfp4 import NVFP4, WHOLE, combined
 from compiled_engine.models.checkpoint.packed_weights import NAMES
 from compiled_engine.models.foreign.placement import Placement, Span
-from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, QUANTISED, SCALES, Parameter
+from compiled_engine.passes.framework.parameter import (
+    CODES,
+    COLUMNS,
+    INPUT_SCALE,
+    QUANTISED,
+    ROW_SCALES,
+    SCALES,
+    Parameter,
+)
 from compiled_engine.passes.framework.rounding import retile, unpack, values_of
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
@@ -26,7 +35,8 @@ class Stored:
     """The names of the tensors that a checkpoint stores beside a quantised weight's codes, and the weight's scheme.
 
     scales: scales of the weight's tiles. input_scale: static scale of the inputs. zeros: zero points. columns: order of
-    the columns. A name is None if the scheme has no such tensor.
+    the columns. whole: the scale by which those of tiles are multiplied. A name is None if the scheme has no such
+    tensor.
     """
 
     scales: str
@@ -34,11 +44,17 @@ class Stored:
     scheme: LinearScheme
     zeros: str | None = None
     columns: str | None = None
+    whole: str | None = None
+
+    @property
+    def decoding(self) -> list[str]:
+        """The names of the tensors that decode the codes: scales, zero points, column order, scale of the whole."""
+        return [name for name in (self.scales, self.zeros, self.columns, self.whole) if name is not None]
 
     @property
     def beside(self) -> list[str]:
-        """The names of the tensors stored beside the codes: scales, zero points, column order, input scale."""
-        return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
+        """The names of all tensors stored beside the codes: those that decode them, and the input scale."""
+        return self.decoding if self.input_scale is None else [*self.decoding, self.input_scale]
 
 
 def find_stored(
@@ -69,7 +85,8 @@ def find_stored(
         scales = f"{module}.{quantisation.scale_name}"
         input_scale = f"{module}.{INPUT_SCALE_NAME}" if static else None
         zeros, columns = _names_beside(module, scheme, quantisation)
-        found[name] = Stored(scales, input_scale, scheme, zeros, columns)
+        whole = f"{module}.{WHOLE}" if NVFP4.holds(scheme) else None
+        found[name] = Stored(scales, input_scale, scheme, zeros, columns, whole)
         grids: dict[str, tuple[int, ...]] = {scales: scheme.weight.grid(*tensor.shape)}
         for beside, grid in (grids | ({input_scale: (1,)} if input_scale else {})).items():
             if beside not in tensors:
@@ -115,8 +132,7 @@ def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
-    others = [name for name in (beside.scales, beside.zeros, beside.columns) if name is not None]
-    return replace(placement, decode=str(beside.scheme._replace(inputs=None)), beside=tuple(others))
+    return replace(placement, decode=str(beside.scheme._replace(inputs=None)), beside=tuple(beside.decoding))
 
 
 def place_quantised(
@@ -137,7 +153,7 @@ def place_quantised(
         found = ", ".join(f"{source} ({tensors[source].dtype})" for source in plain)
         raise ValueError(f"the rules quantise {name}, but the checkpoint holds {found or 'nothing for it'}")
     placed = []
-    for placement in of_weight:
+    for placement in map(_by_rows, of_weight):
         beside = stored[placement.source]
         tile = LinearScheme.parse(leaf.scheme).weight
         if leaf.role == CODES:
@@ -152,11 +168,17 @@ def place_quantised(
             if placement.taken[-1] != whole:
                 raise ValueError(f"{name} holds a part of the columns of {placement.source}, which are reordered")
             placed.append(Placement(beside.columns, (whole,), leaf.name, ((0, 1), whole)))
+        elif leaf.role == ROW_SCALES:
+            assert beside.whole is not None
+            num_rows = tensors[placement.source].shape[0]
+            tensors[beside.whole] = tensors[beside.whole].float().expand(num_rows, 1)
+            spans = _in_tiles(placement, Rounding("", 1, 0))
+            placed.append(Placement(beside.whole, spans[0], leaf.name, spans[1]))
         else:
             of_tiles = beside.scales if leaf.role == SCALES else beside.zeros
             assert of_tiles is not None
             shape = tuple(tensors[placement.source].shape)
-            read = tensors[of_tiles].float() if leaf.role == SCALES else tensors[of_tiles]
+            read = _scales_for(tile, beside, tensors) if leaf.role == SCALES else tensors[of_tiles]
             tensors[of_tiles] = retile(read, beside.scheme.weight, tile, *shape)
             spans = _in_tiles(placement, tile)
             placed.append(Placement(of_tiles, spans[0], leaf.name, spans[1]))
@@ -171,6 +193,22 @@ def place_quantised(
             raise ValueError(f"{name} has one order of its columns, but {first} and {different[0]} differ")
         return placed[:1]
     return placed
+
+
+def _by_rows(placement: Placement) -> Placement:
+    """Return the placement in the weight by rows, [..., N, K], in which codes are kept if the model has [..., K, N]."""
+    if not placement.transposed:
+        return placement
+    *leading, columns, rows = placement.placed
+    return replace(placement, placed=(*leading, rows, columns), transposed=False)
+
+
+def _scales_for(tile: Rounding, stored: Stored, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the stored scales as tiles of `tile` keep them: in fp32, with the scale of the whole weight, or apart."""
+    scales = tensors[stored.scales]
+    if tile.format.row_scales:
+        return scales
+    return scales.float() if stored.whole is None else combined(scales, tensors[stored.whole])
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
@@ -195,12 +233,13 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     """Dequantise a part of a weight [N, K] into `target`, on the device and in the dtype of `target`.
 
-    part: its span `taken` is the part. sources: the weight's codes and scales, followed by zero points and the order of
-    the columns if the scheme has them.
+    part: its span `taken` is the part. sources: the weight's codes, and the tensors of Stored.decoding.
     """
     scheme = LinearScheme.parse(part.decode)
     rounding, device = scheme.weight, target.device
     codes, scales, *others = (source.to(device) for source in sources)
+    if NVFP4.holds(scheme):
+        scales = combined(scales, others[0])
     values_NK = values_of(unpack(codes, rounding), rounding)
     shape = tuple(values_NK.shape)
     (first_row, last_row), (first, last) = part.taken

@@ -97,13 +97,14 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
 def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
     """Return the op's arguments for a quantised weight; {} for any other weight.
 
-    codes: name of the argument for the codes. prefix: begins the names of the arguments for scales, zero points and
-    scheme.
+    codes: name of the argument for the codes. prefix: begins the names of the arguments for scales, zero points, scales
+    of rows and scheme.
     """
     if not is_call(weight, experts_weight):
         return {}
     found = named(weight)
-    beside = {f"{prefix}_{name}": found[name] for name in ("scales_ERC", "zeros_ERC", "scheme")}
+    names = "scales_ERC", "zeros_ERC", "row_scales_ER1", "scheme"
+    beside = {f"{prefix}_{name}": found[name] for name in names}
     return {codes: found["codes_ENK"], **beside}
 
 

@@ -1,4 +1,4 @@
-"""Decodes the MXFP4 weight of all experts before a product of many tokens.
+"""Decodes the weight of all experts in e2m1 (MXFP4, NVFP4) before a product of many tokens.
 
 A product that decodes the weight itself decodes it anew for each tile of tokens, while its tensor cores wait.
 """
@@ -28,6 +28,7 @@ def decode_kernel(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
+    SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -35,7 +36,7 @@ def decode_kernel(
     """Decode codes: program (rows, bytes) decodes BYTES bytes of each of ROWS rows.
 
     codes_ptr: uint8 [num_rows, K / 2], in the order of rounding.in_halves for UNIT columns. scales_ptr: uint8
-    [num_rows, K / TILE_COLUMNS], exponents. out_ptr: [num_rows, K].
+    [num_rows, K / TILE_COLUMNS], in the format SCALES. out_ptr: [num_rows, K], values times scales.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -51,7 +52,7 @@ def decode_kernel(
     tile_C = tl.program_id(1) * IN_BLOCK + tl.arange(0, IN_BLOCK)
     scale_ptrs_NC = scales_ptr + row_N[:, None] * TILES + tile_C[None, :]
     scale_NC = tl.load(scale_ptrs_NC, mask=mask_N1 & (tile_C < TILES)[None, :], other=0)
-    spread_NCB = tl.broadcast_to(factor_of(scale_NC, dtype)[:, :, None], [ROWS, IN_BLOCK, TILE_COLUMNS // 2])
+    spread_NCB = tl.broadcast_to(factor_of(scale_NC, SCALES, dtype)[:, :, None], [ROWS, IN_BLOCK, TILE_COLUMNS // 2])
     low_NB, high_NB = halves_of(codes_NB, tl.reshape(spread_NCB, [ROWS, BYTES]), "e2m1", dtype)
     column_B = tl.program_id(1) * (2 * BYTES) + low_columns(BYTES, UNIT)
     out_ptrs_NB = out_ptr + row_N[:, None] * K + column_B[None, :]
@@ -60,11 +61,12 @@ def decode_kernel(
 
 
 def decoded_weight(
-    codes_ENB: torch.Tensor, scales_ENC: torch.Tensor, tile_columns: int, unit: int, dtype: torch.dtype
+    codes_ENB: torch.Tensor, scales_ENC: torch.Tensor, tile_columns: int, unit: int, dtype: torch.dtype, scales: str
 ) -> torch.Tensor:
-    """Return the weight of all experts in `dtype`, [E, N, K]. Codes and scales must be contiguous.
+    """Return the weight of all experts in `dtype`, [E, N, K], without scales of rows.
 
-    tile_columns: columns that share a scale, a power of two from 8 on. unit: columns of a unit, see rounding.in_halves.
+    Codes and scales must be contiguous, uint8. tile_columns: columns that share a scale, a power of two from 8 on.
+    unit: columns of a unit, see rounding.in_halves. scales: their format, see experts_codes.constants_of.
     """
     num_experts, num_rows, num_bytes = codes_ENB.shape
     in_program = max(BYTES, tile_columns // 2)
@@ -77,6 +79,7 @@ def decoded_weight(
         K=2 * num_bytes,
         TILE_COLUMNS=tile_columns,
         UNIT=unit,
+        SCALES=scales,
         ROWS=ROWS,
         BYTES=in_program,
         **dependent_launch(codes_ENB.device),

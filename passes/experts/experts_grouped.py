@@ -22,6 +22,7 @@ def _product(
     x_ptr_T: tl.tensor,
     w_ptr_N: tl.tensor,
     scales_ptr_N: tl.tensor,
+    zeros_ptr_N: tl.tensor,
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -30,7 +31,7 @@ def _product(
     """Return the matrix product of T rows of x and N rows of a weight, x w^T, fp32 [T, N].
 
     Arguments ending in _T or _N point to each row's first element. scales_ptr_N: scales of 8-bit weights, one for each
-    TILE_COLUMNS columns, or one per row if that is 0; None for other weights.
+    TILE_COLUMNS columns, or one per row if that is 0; None for other weights. zeros_ptr_N: their zero points, or None.
     """
     TOKENS: tl.constexpr = x_ptr_T.shape[0]
     ROWS: tl.constexpr = w_ptr_N.shape[0]
@@ -49,6 +50,9 @@ def _product(
             w_NK = tl.load(w_ptr_N[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
             x_TK = tl.load(x_ptr_T[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
         if CODED:
+            if zeros_ptr_N is not None:  # of 8 bits as the codes, so that differences are exact in bfloat16
+                zero_N = tl.load(zeros_ptr_N + (k // TILE_COLUMNS if TILE_COLUMNS > 0 else 0))
+                w_NK = w_NK.to(tl.float32) - zero_N.to(tl.float32)[:, None]
             w_NK = w_NK.to(x_TK.dtype)
         left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
         if BY_STEP:
@@ -70,6 +74,7 @@ def grouped_kernel(
     w_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
@@ -91,6 +96,7 @@ def grouped_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALES: tl.constexpr,
     ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     IN_WORDS: tl.constexpr,
@@ -106,9 +112,11 @@ def grouped_kernel(
         by pair.
     scales_ptr: scales of codes, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole
         rows); None for other weights.
-    zeros_ptr, PACKED, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
+    zeros_ptr: uint8, zero points of codes, in the shape of the scales; None for none.
+    PACKED, SCALES, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
+    row_scales_ptr: float32 [E, NUM_ROWS], factors of the rows' products; None for none.
     IN_WORDS: multiply by words_product, for which rows of x, and with GATED of the results, are in the order of
-        operand_place, padded with zeros.
+        operand_place for UNIT, padded with zeros.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
@@ -138,19 +146,21 @@ def grouped_kernel(
         scale_ptr_N = scales_ptr + scale_row_N * BLOCKS
     else:
         scale_ptr_N = None
+    zero_ptr_N = None if zeros_ptr is None else zeros_ptr + scale_row_N * BLOCKS
     if IN_WORDS:
         of_expert_ptr = w_ptr + expert * (NUM_ROWS * (K // 2))
-        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // 32))
-        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, BLOCK_K, NUM_STAGES)
+        of_scales_ptr = scales_ptr + expert * (NUM_ROWS * (K // UNIT))
+        y_TN = words_product(x_row_ptr_T, of_expert_ptr, of_scales_ptr, row_N, K, SCALES, UNIT, BLOCK_K, NUM_STAGES)
     elif PACKED != "":
         y_TN = packed_product(
             x_row_ptr_T,
             w_ptr + (expert * NUM_ROWS + row_N) * (K // 2),
             scale_ptr_N,
-            None if zeros_ptr is None else zeros_ptr + scale_row_N * BLOCKS,
+            zero_ptr_N,
             K,
             TILE_COLUMNS,
             PACKED,
+            SCALES,
             ZERO,
             UNIT,
             BLOCK_K,
@@ -158,7 +168,9 @@ def grouped_kernel(
         )
     else:
         w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
-        y_TN = _product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, K, TILE_COLUMNS, BLOCK_K, NUM_STAGES)
+        y_TN = _product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, zero_ptr_N, K, TILE_COLUMNS, BLOCK_K, NUM_STAGES)
+    if row_scales_ptr is not None:
+        y_TN *= tl.load(row_scales_ptr + expert * NUM_ROWS + row_N)[None, :]
     if bias_ptr is not None:
         y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -173,7 +185,7 @@ def grouped_kernel(
         out_row_T = place_T
         if IN_WORDS:
             y_TM = tl.where((output_M < NUM_OUTPUTS)[None, :], y_TM, 0.0)
-            place_M = operand_place(output_M)
+            place_M = operand_place(output_M, UNIT)
     else:
         y_TM = y_TN * tl.load(weights_ptr + pair_T).to(dtype).to(tl.float32)[:, None]
         out_row_T = pair_T

@@ -1,4 +1,4 @@
-"""Kernels for the experts of few tokens in MXFP4: routing, then matrix-vector products without tensor cores.
+"""Kernels for the experts of few tokens in e2m1 (MXFP4, NVFP4): routing, then products without tensor cores.
 
 Each token computes its own experts, so tokens with a common expert decode it several times. A thread reads 16 bytes of
 codes at once, words of eight codes each, and multiplies in fp32. Inputs are in the order of the words, see `place_of`,
@@ -24,17 +24,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_gate import gate_of_experts
-from compiled_engine.passes.experts.experts_packed import pair_of
+from compiled_engine.passes.experts.experts_packed import pair_of, scale_of
 from compiled_engine.passes.experts.experts_routing import chosen_experts
 from compiled_engine.passes.experts.experts_words import operand_place
 from compiled_engine.passes.linear.small_batch_linear_tiles import _ask_into_l2 as ask_into_l2
 from compiled_engine.passes.norm.rms_norm import normed
 
-# Factor of stored inputs.
+# Factor of stored inputs, and again of results. With the factor 2^62 of scale_of it undoes the 2^-126 of pair_of.
 INPUTS = tl.constexpr(2.0**32)
-# Added to a stored scale, which is its exponent plus 127, to undo factors: 126 for decoded codes, less 32 for each of
-# the two factors INPUTS, of the inputs and of the result.
-EXPONENT = tl.constexpr(62)
 
 
 @triton.jit
@@ -115,7 +112,7 @@ def prepare_kernel(
         x_K = normed(x_K, norm_weight_K, eps, K, OFFSET, WIDE, x_ptr.dtype.element_ty).to(tl.float32)
     if PADDED > 0:
         x_K = x_K.to(inputs_ptr.dtype.element_ty)
-        tl.store(inputs_ptr + token * PADDED + operand_place(column_K), x_K, mask=column_K < PADDED)
+        tl.store(inputs_ptr + token * PADDED + operand_place(column_K, UNIT), x_K, mask=column_K < PADDED)
     else:
         tl.store(inputs_ptr + token * K + place_of(column_K, K, UNIT), x_K * INPUTS, mask=mask_K)
 
@@ -128,19 +125,19 @@ def _factors(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scales of words k to k + BLOCK_W, fp32 [R, BLOCK_W].
+    """Return the scales of words k to k + BLOCK_W times 2^62, fp32 [R, BLOCK_W].
 
-    They include the power of two that undoes the factors of decoded codes, of inputs and of the product.
-
-    ptr_R1: each row's first scale, a byte for each TILE_COLUMNS columns; mask_R1: whether the row exists.
+    ptr_R1: each row's first scale, a byte for each TILE_COLUMNS columns, in the format SCALES; mask_R1: whether the row
+    exists.
     """
     WORDS: tl.constexpr = TILE_COLUMNS // 8
     TILES: tl.constexpr = BLOCK_W // WORDS
     R: tl.constexpr = ptr_R1.shape[0]
     tile_1C = k // WORDS + tl.arange(0, TILES)[None, :]
-    exponent_RC = tl.load(ptr_R1 + tile_1C, mask=mask_R1 & (tile_1C * WORDS < W), other=0).to(tl.uint32)
-    factor_RC = ((exponent_RC + EXPONENT) << 23).to(tl.float32, bitcast=True)
+    stored_RC = tl.load(ptr_R1 + tile_1C, mask=mask_R1 & (tile_1C * WORDS < W), other=0).to(tl.uint32)
+    factor_RC = scale_of(stored_RC, SCALES)
     return tl.reshape(tl.broadcast_to(factor_RC[:, :, None], [R, TILES, WORDS]), [R, BLOCK_W])
 
 
@@ -182,6 +179,7 @@ def _product(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
 ) -> tl.tensor:
     """Return the scalar product of each of R rows of codes with its inputs, fp32 [R].
 
@@ -195,7 +193,7 @@ def _product(
         mask_RW = mask_R1 & (word_1W < W)
         words_RW = tl.load(words_ptr_R1 + word_1W, mask=mask_RW, other=0, eviction_policy="evict_first")
         words_RW = words_RW.to(tl.uint32, bitcast=True)
-        factors_RW = _factors(scales_ptr_R1, mask_R1, k, W, BLOCK_W, TILE_COLUMNS)
+        factors_RW = _factors(scales_ptr_R1, mask_R1, k, W, BLOCK_W, TILE_COLUMNS, SCALES)
         sum_RW = tl.zeros_like(acc_RW)
         for n in tl.static_range(4):
             # Codes in the low bits of bytes come before those in the high bits.
@@ -212,6 +210,7 @@ def gate_up_words_kernel(
     inputs_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
@@ -226,13 +225,15 @@ def gate_up_words_kernel(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
     UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Compute the first linear of a pair and the gate: program (rows, pair) computes ROWS outputs.
 
     inputs_ptr: float32 [T, 8, W], from prepare_kernel. gate_up_ptr: codes uint8 [E, 2 * WIDTH, K / 2], aligned to four
-        bytes; scales_ptr: uint8 [E, 2 * WIDTH, K / TILE_COLUMNS]; bias_ptr: [E, 2 * WIDTH] or None.
+        bytes; scales_ptr: uint8 [E, 2 * WIDTH, K / TILE_COLUMNS], in the format SCALES; row_scales_ptr: float32
+        [E, 2 * WIDTH], factors of the rows' products, or None; bias_ptr: [E, 2 * WIDTH] or None.
     hidden_ptr: float32 [pairs, 8, WIDTH / 8], the results times INPUTS, in the order of place_of with UNIT.
     chosen_ptr: int32 [pairs], the experts. out_ptr: not accessed; results are rounded to its dtype.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see one_token_gate_up_kernel.
@@ -261,7 +262,11 @@ def gate_up_words_kernel(
         K // 8,
         BLOCK_W,
         TILE_COLUMNS,
+        SCALES,
     )
+    if row_scales_ptr is not None:
+        row_scales_ptrs_R = row_scales_ptr + expert * (2 * WIDTH) + tl.reshape(row_R1, [2 * ROWS])
+        y_R *= tl.load(row_scales_ptrs_R, mask=output_R < WIDTH, other=0.0)
     gate_N, up_N = tl.split(tl.reshape(y_R, [ROWS, 2]))
     if bias_ptr is not None:
         bias_ptrs_N = bias_ptr + expert * (2 * WIDTH) + STEP * output_N
@@ -280,6 +285,7 @@ def down_words_kernel(
     hidden_ptr: tl.tensor,
     down_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -292,13 +298,13 @@ def down_words_kernel(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Compute the second linear of a token's experts: program (rows, token) has ROWS outputs, summed over the experts.
 
     hidden_ptr: float32 [T, TOP_K, 8, W], from gate_up_words_kernel. down_ptr: codes uint8 [E, HIDDEN_SIZE, WIDTH / 2],
-        aligned to four bytes; scales_ptr: uint8 [E, HIDDEN_SIZE, WIDTH / TILE_COLUMNS]; bias_ptr: [E, HIDDEN_SIZE] or
-        None.
+        aligned to four bytes; scales_ptr, row_scales_ptr, bias_ptr: as in gate_up_words_kernel, with HIDDEN_SIZE rows.
     chosen_ptr, weights_ptr: [T, TOP_K], the experts and their weights in the sum.
     residual_ptr: [T, HIDDEN_SIZE], added to the sum, or None; out_ptr: [T, HIDDEN_SIZE].
     """
@@ -329,7 +335,10 @@ def down_words_kernel(
         WIDTH // 8,
         BLOCK_W,
         TILE_COLUMNS,
+        SCALES,
     )
+    if row_scales_ptr is not None:
+        y_R *= tl.load(row_scales_ptr + expert_row_R, mask=mask_R, other=0.0)
     if bias_ptr is not None:
         y_R += tl.load(bias_ptr + expert_row_R, mask=mask_R, other=0.0).to(tl.float32)
     y_R *= tl.load(weights_ptr + pair_R)
@@ -363,13 +372,15 @@ def word_tiles(num_columns: int, num_experts: int = 1) -> WordTiles:
 
 
 class Codes(NamedTuple):
-    """A weight of all experts in MXFP4."""
+    """A weight of all experts in e2m1."""
 
     codes_ENB: torch.Tensor  # uint8, two codes to a byte in the order of rounding.in_halves
     scales_ENC: torch.Tensor  # uint8
+    row_scales_ER1: torch.Tensor | None  # factors of the rows' products, fp32
     bias_EN: torch.Tensor | None
     tile_columns: int  # columns that share a scale
     unit: int  # columns of a unit, see rounding.in_halves
+    scales: str  # the format of the scales, see experts_codes.constants_of
 
     @property
     def num_columns(self) -> int:
@@ -445,6 +456,7 @@ def launch(
         inputs_TK,
         gate_up.codes_ENB,
         gate_up.scales_ENC,
+        gate_up.row_scales_ER1,
         gate_up.bias_EN,
         hidden_SI,
         chosen_S,
@@ -455,6 +467,7 @@ def launch(
         ROWS=tiles.rows,
         BLOCK_W=tiles.block_w,
         TILE_COLUMNS=gate_up.tile_columns,
+        SCALES=gate_up.scales,
         UNIT=down.unit,
         num_warps=tiles.num_warps,
         **gate,
@@ -466,6 +479,7 @@ def launch(
         hidden_SI,
         down.codes_ENB,
         down.scales_ENC,
+        down.row_scales_ER1,
         down.bias_EN,
         chosen_S,
         weights_S,
@@ -478,6 +492,7 @@ def launch(
         ROWS=tiles.rows,
         BLOCK_W=tiles.block_w,
         TILE_COLUMNS=down.tile_columns,
+        SCALES=down.scales,
         num_warps=tiles.num_warps,
         **options,
     )

@@ -47,6 +47,7 @@ def one_token_gate_up_kernel(
     x_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
@@ -73,7 +74,7 @@ def one_token_gate_up_kernel(
     x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH] or None; chosen_ptr: [TOP_K],
         the experts.
     hidden_ptr: [TOP_K, WIDTH], the results.
-    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    scales_ptr, zeros_ptr, TILE_ROWS, TILE_COLUMNS: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     NORM: apply an RMS norm to x first, with OFFSET added to the norm's weight.
     ACTIVATION, ALPHA, LIMIT: see Gate. INTERLEAVED: rows of gate and up alternate; otherwise all of gate come first.
     """
@@ -108,9 +109,10 @@ def one_token_gate_up_kernel(
         if scales_ptr is not None:
             inside_N = row_N < WIDTH
             first_row = expert * ((2 * WIDTH + TILE_ROWS - 1) // TILE_ROWS)
-            gate_NK = scaled(gate_NK, scales_ptr, first_row + STEP * row_N // TILE_ROWS, inside_N, k, K, TILE_COLUMNS)
+            gate_row_N = first_row + STEP * row_N // TILE_ROWS
+            gate_NK = scaled(gate_NK, scales_ptr, zeros_ptr, gate_row_N, inside_N, k, K, TILE_COLUMNS)
             up_row_N = first_row + (STEP * row_N + APART) // TILE_ROWS
-            up_NK = scaled(up_NK, scales_ptr, up_row_N, inside_N, k, K, TILE_COLUMNS)
+            up_NK = scaled(up_NK, scales_ptr, zeros_ptr, up_row_N, inside_N, k, K, TILE_COLUMNS)
         gate_acc_NK += gate_NK * x_K[None, :]
         up_acc_NK += up_NK * x_K[None, :]
     gate_N = tl.sum(gate_acc_NK, 1)
@@ -137,6 +139,7 @@ def one_token_down_kernel(
     hidden_ptr: tl.tensor,
     down_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -156,7 +159,7 @@ def one_token_down_kernel(
     hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
     chosen_ptr, weights_ptr: [TOP_K], the experts and their weights in the sum.
     residual_ptr: [HIDDEN_SIZE], added to the sum, or None; out_ptr: [HIDDEN_SIZE].
-    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    scales_ptr, zeros_ptr, TILE_ROWS, TILE_COLUMNS: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     """
     SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
     if DEPENDENT_LAUNCH:
@@ -185,7 +188,7 @@ def one_token_down_kernel(
             down_NK = down_NK.to(tl.float32)
             if scales_ptr is not None:
                 scale_row_N = expert * ((HIDDEN_SIZE + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
-                down_NK = scaled(down_NK, scales_ptr, scale_row_N, mask_N, k, WIDTH, TILE_COLUMNS)
+                down_NK = scaled(down_NK, scales_ptr, zeros_ptr, scale_row_N, mask_N, k, WIDTH, TILE_COLUMNS)
             acc_NK += down_NK * (hidden_K.to(tl.float32) * weight)[None, :]
     y_N = tl.sum(acc_NK, 1) + bias_N
     dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -1,8 +1,8 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-There are kernels for a single token, unless weights have four bits, and for up to MOST_VECTOR_TOKENS tokens with MXFP4
-weights. In all other cases, tokens are sorted by expert on the device, and each program takes a tile of one expert's
-tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
+There are kernels for a single token, unless weights have four bits, and for up to MOST_VECTOR_TOKENS tokens with
+weights in e2m1 (MXFP4, NVFP4). In all other cases, tokens are sorted by expert on the device, and each program takes a
+tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
 Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 
@@ -69,6 +69,8 @@ def reference(
     down_scheme: str = "",
     gate_up_zeros_ERC: torch.Tensor | None = None,
     down_zeros_ERC: torch.Tensor | None = None,
+    gate_up_row_scales_ER1: torch.Tensor | None = None,
+    down_row_scales_ER1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
@@ -76,7 +78,7 @@ def reference(
     gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`.
     norm_weight_D, eps, norm_offset, norm_wide: of an RMS norm that is applied to x first, see rms_norm.
     chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
-    Scales, schemes and zero points: of quantised weights, see experts_codes.
+    Scales, schemes, zero points and scales of rows: of quantised weights, see experts_codes.
 
     Steps whose argument is None are left out. The numbers of the chosen experts are read on the host.
     """
@@ -93,9 +95,9 @@ def reference(
     for expert in chosen_TX.unique().tolist():
         token_P, slot_P = torch.where(chosen_TX == expert)
         bias_N, bias_D = (None if bias is None else bias[expert] for bias in (gate_up_bias_EN, down_bias_ED))
-        gate_up = gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC
+        gate_up = gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_row_scales_ER1
         hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up, gate_up_scheme, bias_N))
-        down = down_EDI, down_scales_ERC, down_zeros_ERC
+        down = down_EDI, down_scales_ERC, down_zeros_ERC, down_row_scales_ER1
         y_PD = _linear(hidden_PI, expert, down, down_scheme, bias_D)
         out_TD.index_add_(0, token_P, (y_PD * weights_TX[token_P, slot_P, None]).float())
     out = out_TD.to(x_TD.dtype)
@@ -105,19 +107,19 @@ def reference(
 def _linear(
     x_PK: torch.Tensor,
     expert: int,
-    weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    weight: tuple[torch.Tensor | None, ...],
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return one expert's linear of x, [P, N]. With a quantised weight it is computed in fp32, and rounded once.
 
-    weight: (values or codes, scales or None, zero points or None) of all experts.
+    weight: (values or codes, scales or None, zero points or None, scales of rows or None) of all experts.
     """
-    weight_NK, scales_RC, zeros_RC = (None if part is None else part[expert] for part in weight)
+    weight_NK, scales_RC, zeros_RC, row_scales_R1 = (None if part is None else part[expert] for part in weight)
     assert weight_NK is not None
     if scales_RC is None:
         return torch.nn.functional.linear(x_PK, weight_NK, bias_N)
-    weight_NK = decoded(weight_NK, scales_RC, zeros_RC, scheme)
+    weight_NK = decoded(weight_NK, scales_RC, zeros_RC, scheme, row_scales_R1)
     bias = None if bias_N is None else bias_N.float()
     return torch.nn.functional.linear(x_PK.float(), weight_NK, bias).to(x_PK.dtype)
 
@@ -127,8 +129,9 @@ class _Weight:
     """A weight matrix of all experts with its bias, and constexprs for the kernels that read its format."""
 
     values: torch.Tensor  # or codes
-    scales_ERC: torch.Tensor | None
+    scales_ERC: torch.Tensor | None  # uint8 if a scale is one byte, whatever its format
     zeros_ERC: torch.Tensor | None
+    row_scales_ER1: torch.Tensor | None
     bias_EN: torch.Tensor | None
     num_columns: int
     codes: dict[str, Any]
@@ -138,15 +141,19 @@ class _Weight:
         values: torch.Tensor,
         scales_ERC: torch.Tensor | None,
         zeros_ERC: torch.Tensor | None,
+        row_scales_ER1: torch.Tensor | None,
         bias_EN: torch.Tensor | None,
         scheme: str,
     ) -> _Weight:
         num_columns = columns_of(values, scheme)
-        return _Weight(values, scales_ERC, zeros_ERC, bias_EN, num_columns, constants_of(scheme, num_columns))
+        codes = constants_of(scheme, num_columns)
+        if scales_ERC is not None and codes["SCALES"]:
+            scales_ERC = scales_ERC.view(torch.uint8)
+        return _Weight(values, scales_ERC, zeros_ERC, row_scales_ER1, bias_EN, num_columns, codes)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.values, self.scales_ERC, self.zeros_ERC, self.bias_EN
+        return self.values, self.scales_ERC, self.zeros_ERC, self.row_scales_ER1, self.bias_EN
 
     @property
     def tiles(self) -> dict[str, Any]:
@@ -158,24 +165,25 @@ class _Weight:
         return bool(self.codes["PACKED"])
 
     @property
-    def is_mxfp4(self) -> bool:
+    def is_e2m1(self) -> bool:
         return self.codes["PACKED"] == "e2m1"
 
     @property
     def has_words(self) -> bool:
-        """Whether the units of MXFP4 codes are those that words_product reads."""
-        return self.codes["UNIT"] == self.codes["TILE_COLUMNS"] == UNIT_COLUMNS
+        """Whether the units of e2m1 codes are those that words_product reads."""
+        return self.codes["UNIT"] == self.codes["TILE_COLUMNS"] == UNIT_COLUMNS[self.codes["SCALES"]]
 
     def decoded(self, dtype: torch.dtype) -> _Weight:
-        """Return this MXFP4 weight decoded to `dtype`, in newly allocated memory."""
-        assert self.scales_ERC is not None
-        values = decoded_weight(self.values, self.scales_ERC, self.codes["TILE_COLUMNS"], self.codes["UNIT"], dtype)
-        return _Weight.of(values, None, None, self.bias_EN, "")
-
-    def as_mxfp4(self) -> experts_mxfp4.Codes:
+        """Return this weight in e2m1 decoded to `dtype`, in newly allocated memory. Scales of rows stay apart."""
         assert self.scales_ERC is not None
         tile = self.codes["TILE_COLUMNS"], self.codes["UNIT"]
-        return experts_mxfp4.Codes(self.values, self.scales_ERC, self.bias_EN, *tile)
+        values = decoded_weight(self.values, self.scales_ERC, *tile, dtype, self.codes["SCALES"])
+        return _Weight.of(values, None, None, self.row_scales_ER1, self.bias_EN, "")
+
+    def as_e2m1(self) -> experts_mxfp4.Codes:
+        assert self.scales_ERC is not None
+        constants = (self.codes[name] for name in ("TILE_COLUMNS", "UNIT", "SCALES"))
+        return experts_mxfp4.Codes(self.values, self.scales_ERC, self.row_scales_ER1, self.bias_EN, *constants)
 
 
 @dataclass(frozen=True)
@@ -188,19 +196,19 @@ class _Weights:
     gate: dict[str, Any]
 
     @property
-    def are_mxfp4(self) -> bool:
-        return self.gate_up.is_mxfp4 and self.down.is_mxfp4
+    def are_e2m1(self) -> bool:
+        return self.gate_up.is_e2m1 and self.down.is_e2m1
 
     def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool, bool]:
         """Return (tiles of grouped_kernel, whether it uses words_product, whether weights are decoded before it)."""
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
-        if self.are_mxfp4 and decodes_first(num_tokens, share):
+        if self.are_e2m1 and decodes_first(num_tokens, share):
             return decoded_tiles(num_tokens, dtype, self.down.values.device), False, True
-        if self.are_mxfp4 and self.gate_up.has_words and self.down.has_words:
+        if self.are_e2m1 and self.gate_up.has_words and self.down.has_words:
             return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:
-            return packed_tiles(num_tokens, dtype, share, self.are_mxfp4), False, False
+            return packed_tiles(num_tokens, dtype, share, self.are_e2m1), False, False
         coded = self.gate_up.scales_ERC is not None
         return grouped_tiles(num_tokens, dtype, *sizes, coded=coded), False, False
 
@@ -230,6 +238,8 @@ def launch(
     down_scheme: str = "",
     gate_up_zeros_ERC: torch.Tensor | None = None,
     down_zeros_ERC: torch.Tensor | None = None,
+    gate_up_row_scales_ER1: torch.Tensor | None = None,
+    down_row_scales_ER1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, D], computed by the kernels; see `reference`.
 
@@ -241,14 +251,16 @@ def launch(
     num_experts = gate_up_END.shape[0]
     route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
     gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
-    gate_up = _Weight.of(gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_bias_EN, gate_up_scheme)
-    down = _Weight.of(down_EDI, down_scales_ERC, down_zeros_ERC, down_bias_ED, down_scheme)
+    beside = gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_row_scales_ER1
+    gate_up = _Weight.of(gate_up_END, *beside, gate_up_bias_EN, gate_up_scheme)
+    beside = down_scales_ERC, down_zeros_ERC, down_row_scales_ER1
+    down = _Weight.of(down_EDI, *beside, down_bias_ED, down_scheme)
     weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
     if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     norm = norm_weight_D, eps, norm_offset, norm_wide
-    if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_mxfp4:
-        codes = gate_up.as_mxfp4(), down.as_mxfp4()
+    if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_e2m1:
+        codes = gate_up.as_e2m1(), down.as_e2m1()
         return experts_mxfp4.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
     return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
 
@@ -275,6 +287,7 @@ def _one_token(
         x_1D,
         weights.gate_up.values,
         weights.gate_up.scales_ERC,
+        weights.gate_up.zeros_ERC,
         weights.gate_up.bias_EN,
         norm_weight_D,
         hidden_XI,
@@ -297,6 +310,7 @@ def _one_token(
         hidden_XI,
         weights.down.values,
         weights.down.scales_ERC,
+        weights.down.zeros_ERC,
         weights.down.bias_EN,
         chosen_X,
         weights_X,
@@ -341,7 +355,7 @@ def _grouped(
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if in_words:
         found = x_TD.new_empty((num_tokens, columns)), chosen_S, weights_S, rank_S, counts_E
-        experts_mxfp4.prepare(x_TD, logits_TE, given_TX, norm, found, route, UNIT_COLUMNS, columns)
+        experts_mxfp4.prepare(x_TD, logits_TE, given_TX, norm, found, route, weights.gate_up.codes["UNIT"], columns)
         x_TD = found[0]
     else:
         norm_weight_D = norm[0]
@@ -430,9 +444,9 @@ def _padded(num_columns: int, in_words: bool) -> int:
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
     """Return how many columns of a weight grouped_kernel multiplies at a time.
 
-    These columns share a scale, unless the scales are exponents (MXFP4).
+    These columns share a scale, unless the scales are factors of the decoded values (e2m1).
     """
-    if weight.is_mxfp4:
+    if weight.is_e2m1:
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)
 
@@ -456,7 +470,8 @@ experts = define_op(
     "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
     "Tensor? residual_TD=None, Tensor? chosen_TX=None, Tensor? gate_up_scales_ERC=None, "
     'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="", '
-    "Tensor? gate_up_zeros_ERC=None, Tensor? down_zeros_ERC=None) -> Tensor",
+    "Tensor? gate_up_zeros_ERC=None, Tensor? down_zeros_ERC=None, Tensor? gate_up_row_scales_ER1=None, "
+    "Tensor? down_row_scales_ER1=None) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

@@ -6,7 +6,8 @@ the high bits the second. So the inputs of either half are neighbours in memory,
 In bfloat16 four bytes, a register, become four registers of two values each, without conversions:
 
 - The bits of e2m1, moved to the sign, the low exponent bits and the first mantissa bit, are the value times 2^-126,
-  zero and the subnormal 0.5 included. Multiplying by 2^126 times the scale, a power of two, is exact.
+  zero and the subnormal 0.5 included. Multiplying by 2^126 times the scale is exact: a value of e2m1 has two
+  significant bits and a scale at most four (e4m3; one in e8m0), and bfloat16 holds eight.
 - The low bits of 128 count 1, so an integer code or-ed into them adds to 128. Subtracting 128 + zero point is exact.
 """
 
@@ -97,12 +98,40 @@ def _values(codes: tl.tensor, operand: tl.tensor, PACKED: tl.constexpr, dtype: t
 
 
 @triton.jit
-def factor_of(scales: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return the operand of `halves_of` for scales of e2m1, divided by POWER. Scales from 2^-61 to 2^65 are exact."""
+def factor_of(scales: tl.tensor, SCALES: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Return the operand of `halves_of` for stored scales of e2m1, divided by POWER.
+
+    SCALES: their format, see experts_codes.constants_of. Those of e8m0 are exact from 2^-61 to 2^65.
+    """
     if dtype == tl.bfloat16:
-        return scales.to(tl.int32) * 0x00800080 + EXPONENTS
+        return pair_of_scales(scales.to(tl.int32), SCALES)
+    elif SCALES == "e4m3":
+        return scale_of(scales, SCALES) * 2.0**-126
     else:
         return _power(scales) / POWER
+
+
+@triton.jit
+def pair_of_scales(scales: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
+    """Return stored scales (int32 or uint32) times 2^62, in bfloat16 in both halves of a register."""
+    if SCALES == "e4m3":
+        bits = scale_of(scales, SCALES).to(tl.uint32, bitcast=True)
+        return (bits & 0xFFFF0000) | (bits >> 16)
+    else:
+        return scales * 0x00800080 + EXPONENTS
+
+
+@triton.jit
+def scale_of(scales: tl.tensor, SCALES: tl.constexpr) -> tl.tensor:
+    """Return stored scales times 2^62, in fp32."""
+    if SCALES == "e4m3":
+        # The bits of e4m3, moved to the sign, the low exponent bits and the first mantissa bits, are the scale times
+        # 2^-120, subnormal scales included.
+        scales = scales.to(tl.uint32)
+        bits = ((scales & 0x80) << 24) | ((scales & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 2.0**120 * 2.0**62
+    else:
+        return ((scales + 62) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -143,7 +172,7 @@ def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _exponents(
+def _scales(
     scales_ptr_N: tl.tensor, k: tl.tensor, K: tl.constexpr, TILE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr
 ) -> tl.tensor:
     """Return N rows' scales of GROUPS tiles from column k on, as stored, [N, GROUPS]; 0 beyond the last column."""
@@ -161,6 +190,7 @@ def packed_product(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
+    SCALES: tl.constexpr,
     ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -170,21 +200,21 @@ def packed_product(
 
     x_ptr_T: each row's first value. codes_ptr_N, scales_ptr_N: each row's first byte and scale; zeros_ptr_N: each row's
         first zero point, or None if all zero points are ZERO.
-    PACKED: "e2m1" (MXFP4) or "integers". UNIT: columns of a unit, see the module.
+    PACKED: "e2m1" (MXFP4, NVFP4) or "integers". SCALES: see factor_of. UNIT: columns of a unit, see the module.
     BLOCK_K: columns of a step, whole units; with integers TILE_COLUMNS is a multiple of it, or 0 for whole rows.
     """
     TOKENS: tl.constexpr = x_ptr_T.shape[0]
     ROWS: tl.constexpr = codes_ptr_N.shape[0]
     BYTES: tl.constexpr = BLOCK_K // 2
-    BY_EXPONENTS: tl.constexpr = PACKED == "e2m1"
+    HAS_FACTORS: tl.constexpr = PACKED == "e2m1"
     dtype: tl.constexpr = x_ptr_T.dtype.scalar.element_ty
     byte_B = tl.arange(0, BYTES)
     low_B = low_columns(BYTES, UNIT)
     # Rows of codes stand on the left, where tensor cores take them from the registers in which they are decoded.
     acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
-    if BY_EXPONENTS:
+    if HAS_FACTORS:
         GROUPS: tl.constexpr = BLOCK_K // TILE_COLUMNS
-        scale_NG = _exponents(scales_ptr_N, 0, K, TILE_COLUMNS, GROUPS)
+        scale_NG = _scales(scales_ptr_N, 0, K, TILE_COLUMNS, GROUPS)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         codes_ptr_NB = codes_ptr_N[:, None] + (k // 2 + byte_B)[None, :]
         low_ptr_TB = x_ptr_T[:, None] + (k + low_B)[None, :]
@@ -197,19 +227,19 @@ def packed_product(
             codes_NB = tl.load(codes_ptr_NB, mask=inside_1B, other=0)
             low_TB = tl.load(low_ptr_TB, mask=inside_1B, other=0.0)
             high_TB = tl.load(low_ptr_TB + UNIT // 2, mask=inside_1B, other=0.0)
-        if BY_EXPONENTS:
-            operand_NG1 = factor_of(scale_NG, dtype)[:, :, None]
+        if HAS_FACTORS:
+            operand_NG1 = factor_of(scale_NG, SCALES, dtype)[:, :, None]
             operand_NB = tl.reshape(tl.broadcast_to(operand_NG1, [ROWS, GROUPS, TILE_COLUMNS // 2]), [ROWS, BYTES])
             # Single bytes are not copied ahead to shared memory, so the next step's are loaded here. Those of later
             # steps would make the compiler copy nothing ahead.
-            scale_NG = _exponents(scales_ptr_N, k + BLOCK_K, K, TILE_COLUMNS, GROUPS)
+            scale_NG = _scales(scales_ptr_N, k + BLOCK_K, K, TILE_COLUMNS, GROUPS)
         elif zeros_ptr_N is None:
             operand_NB = tl.broadcast_to(zero_of(tl.full([1, 1], ZERO, tl.int32), dtype), [ROWS, BYTES])
         else:
             zero_N = tl.load(zeros_ptr_N + (k // TILE_COLUMNS if TILE_COLUMNS > 0 else 0))
             operand_NB = tl.broadcast_to(zero_of(zero_N, dtype)[:, None], [ROWS, BYTES])
         low_NB, high_NB = halves_of(codes_NB, operand_NB, PACKED, dtype)
-        IS_SUM: tl.constexpr = BY_EXPONENTS or TILE_COLUMNS == 0
+        IS_SUM: tl.constexpr = HAS_FACTORS or TILE_COLUMNS == 0
         product_NT = acc_NT if IS_SUM else tl.zeros_like(acc_NT)
         product_NT = tl.dot(low_NB, tl.trans(low_TB), product_NT, input_precision="ieee")
         product_NT = tl.dot(high_NB, tl.trans(high_TB), product_NT, input_precision="ieee")
@@ -218,7 +248,7 @@ def packed_product(
         else:
             acc_NT += product_NT * tl.load(scales_ptr_N + k // TILE_COLUMNS)[:, None]
     y_TN = tl.trans(acc_NT)
-    if BY_EXPONENTS:
+    if HAS_FACTORS:
         y_TN *= POWER
     elif TILE_COLUMNS == 0:
         y_TN *= tl.load(scales_ptr_N)[None, :]

@@ -18,9 +18,10 @@ from compiled_engine.passes.framework import rounding
 from compiled_engine.quantisation import LinearScheme
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
-# Roles of the parts of a checkpoint's quantised weight: codes, their scales and zero points, the order of their
-# columns, and the scale of the linear's inputs.
-CODES, SCALES, ZEROS, COLUMNS, INPUT_SCALE = QUANTISED = ("codes", "scales", "zeros", "columns", "input_scale")
+# Roles of the parts of a checkpoint's quantised weight: codes, their scales and zero points, scales of whole rows, the
+# order of their columns, and the scale of the linear's inputs.
+QUANTISED = ("codes", "scales", "zeros", "row_scales", "columns", "input_scale")
+CODES, SCALES, ZEROS, ROW_SCALES, COLUMNS, INPUT_SCALE = QUANTISED
 # Role of the scales of an FP8 KV cache: not a tensor of the model, filled by the loader.
 KV_SCALES = "kv_scales"
 # Scales of weights that are quantised while they are loaded, by the weights and their scheme.

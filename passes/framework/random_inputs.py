@@ -20,6 +20,7 @@ from compiled_engine.passes.framework.parameter import (
     INPUT_SCALE,
     KEPT,
     KV_SCALES,
+    ROW_SCALES,
     SCALES,
     ZEROS,
     Parameter,
@@ -99,7 +100,9 @@ class RandomInputs:
             elif parameter.role == CODES:
                 largest = torch.finfo(parameter.torch_dtype).max
                 value = (100 * value).clamp(-largest, largest)  # torch 2.11 converts larger ones to NaN
-            elif parameter.role == SCALES:  # over three decades
+            elif parameter.role == SCALES and parameter.torch_dtype == torch.float8_e4m3fn:
+                value = value.exp().clamp(max=torch.finfo(parameter.torch_dtype).max)
+            elif parameter.role in (SCALES, ROW_SCALES):  # over three decades
                 value = value.exp() / 1e3 * self._scale
             elif parameter.role == INPUT_SCALE:  # equal, so that linears may be merged
                 value = torch.full_like(value, 0.02)

@@ -17,10 +17,10 @@ from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
 from compiled_engine.passes.framework.matching import aten, is_call, named, only_user
-from compiled_engine.passes.framework.parameter import CODES, SCALES, ZEROS, Parameter, compute
+from compiled_engine.passes.framework.parameter import CODES, ROW_SCALES, SCALES, ZEROS, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.experts_codes import experts_weight, projections_of
+from compiled_engine.passes.linear.experts_codes import experts_weight, of_experts, projections_of
 from compiled_engine.passes.linear.linears import by_rows, is_by_columns
 from compiled_engine.passes.quantised.quantise_verifier import (
     at_each_element,
@@ -53,8 +53,9 @@ def verify_experts(
         if not is_call(new, experts_weight):
             raise VerificationError(f"{name} is no matrix of codes")
         arguments, weight, by_columns = named(new), by_rows(old), is_by_columns(old)
-        parts = [arguments[part] for part in ("codes_ENK", "scales_ERC", "zeros_ERC") if arguments[part] is not None]
-        if not all(map(is_parameter, parts)):
+        names = "codes_ENK", "scales_ERC", "zeros_ERC", "row_scales_ER1"
+        parts = {part: arguments[part] for part in names if arguments[part] is not None}
+        if not all(map(is_parameter, parts.values())):
             raise VerificationError(f"{name} reads what is no parameter")
         if arguments["dtype"] != weight.dtype:
             raise VerificationError(f"{name} is decoded to {arguments['dtype']} instead of {weight.dtype}")
@@ -67,9 +68,8 @@ def verify_experts(
             checkpoint = _Checkpoint(quantisation, weights, rank, num_ranks, device)
             expected = checkpoint.stands_for(weight)
             try:
-                codes, scales, *zeros = (compute(parameter_of(part), checkpoint.read) for part in parts)
-                zero = zeros[0] if zeros else None
-                found = new.target(codes, scales, zero, arguments["scheme"], "float32")  # type: ignore[operator]
+                given = {part: compute(parameter_of(node), checkpoint.read) for part, node in parts.items()}
+                found = new.target(**arguments | given | {"dtype": "float32"})  # type: ignore[operator]
                 error = float((found - expected).abs().max())
             except RuntimeError as problem:
                 raise VerificationError(f"{name} cannot be computed: {problem}") from problem
@@ -103,13 +103,18 @@ class _Checkpoint:
             factors = at_each_element(scale_of_each(scales, tile), tile, *shape)
             return values_of_codes(codes, zeros, tile, shape) * factors
 
-        return self._of_rank(self._stacked(weight.name, values), weight.shard)
+        whole = self._stacked(weight.name, values)
+        if tile.format.row_scales:
+            whole *= self._scales_of_rows(weight.name)
+        return self._of_rank(whole, weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
         """Return this rank's part of a parameter as the checkpoint has it. leaf: a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
             return self._of_rank(self._stacked(name, lambda codes, scales, zeros, shape: codes), leaf.shard)
+        if leaf.role == ROW_SCALES:
+            return self._of_rank(self._scales_of_rows(name), leaf.shard)
         if leaf.role in (SCALES, ZEROS):
             stored, kept, is_zeros = self._rounding(name), LinearScheme.parse(leaf.scheme).weight, leaf.role == ZEROS
 
@@ -135,6 +140,14 @@ class _Checkpoint:
                 made.append(part(codes, scales, random_zeros(matrix, shape, rounding, self.device), shape))
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
+    def _scales_of_rows(self, name: str) -> torch.Tensor:
+        """Return for each row the scale of its projection's matrix, which differs between experts and projections."""
+
+        def of_matrix(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, shape: Sizes) -> torch.Tensor:
+            return scales.float().mean().expand(shape[0], 1) / 1024
+
+        return self._stacked(name, of_matrix)
+
     def _rounding(self, name: str) -> Rounding:
         """Return the rounding of an expert matrix: the one that the rules give the first projection of expert 0.
 
@@ -144,7 +157,7 @@ class _Checkpoint:
         scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
         if scheme is None:
             raise VerificationError(f"pass quantise_experts: {name} is quantised, and no rule names it")
-        return scheme.weight
+        return of_experts(scheme.weight)
 
     def _local(self, weight: Parameter) -> Rounding:
         """Return the rounding of a weight that is quantised while loading.

@@ -18,16 +18,16 @@ from torch import fx
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import aten, emit, fake_mode_of
-from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, ZEROS, Parameter, made
+from compiled_engine.passes.framework.parameter import CODES, ROW_SCALES, SCALES, WEIGHT, ZEROS, Parameter, made
 from compiled_engine.passes.framework.rounding import unit_of
-from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, projections_of
+from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, of_experts, projections_of
 from compiled_engine.passes.linear.linears import by_rows, is_by_columns
 from compiled_engine.passes.quantised.quantise import scales_shard, shard_of_tiles
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """Keeps expert matrices quantised: in textbook models for all formats, with transformers' code for MXFP4 alone.
+    """Keeps expert matrices quantised: in textbook models in all formats, with transformers' code in e2m1 alone.
 
     Codes of other formats are decoded while they are loaded.
     """
@@ -36,10 +36,20 @@ class QuantiseExperts(GraphPass):
     required = True  # its parameters make the loader read codes
 
     def __init__(
-        self, quantisation: Quantisation, device: torch.device, num_ranks: int = 1, before: fx.Graph | None = None
+        self,
+        quantisation: Quantisation,
+        device: torch.device,
+        num_ranks: int = 1,
+        before: fx.Graph | None = None,
+        *,
+        e2m1_alone: bool = False,
     ):
-        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads."""
+        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads.
+
+        e2m1_alone: whether matrices in other formats stay in 16 bits.
+        """
         self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
+        self._e2m1_alone = e2m1_alone
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of expert matrices that the rules name and the kernels support: one match each."""
@@ -79,9 +89,12 @@ class QuantiseExperts(GraphPass):
         (scheme,) = schemes
         if scheme is None:
             return f"stays in 16 bits: {self._quantisation.why_not(modules[0])}"
+        if self._e2m1_alone and not scheme.weight.format.values:
+            return f"stays in 16 bits: with transformers' code experts in {scheme.weight.element} are decoded"
         # The projections' rows are stacked.
         of_share = num_columns if weight.shard is not None and weight.shard.divides_input else 0
-        scheme = scheme._replace(inputs=None).dividing(num_rows // len(projections), of_share)
+        scheme = scheme._replace(weight=of_experts(scheme.weight), inputs=None)
+        scheme = scheme.dividing(num_rows // len(projections), of_share)
         reason = obstacle(scheme, num_columns, weight.torch_dtype, self._device)
         return scheme.weight if reason is None else f"stays in 16 bits: {reason}"
 
@@ -111,24 +124,27 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, is_online: bool
     elif weight.shard is not None:
         codes = replace(codes, shard=shard_of_tiles(weight.shard, 1, element.per_byte))
         scales = replace(scales, shard=scales_shard(weight.shard, LinearScheme(rounding, None)))
-    parameters = [codes, scales]
+    parameters = {CODES: codes, SCALES: scales}
     if element.per_byte > 1:
         packed = torch.empty(stored, dtype=rounding.dtype, device="meta")
-        parameters[0] = made(codes, "halves", unit_of(rounding, weight.shape[2]), packed)
+        parameters[CODES] = made(codes, "halves", unit_of(rounding, weight.shape[2]), packed)
     if element.has_zeros:
-        parameters.append(replace(scales, name=f"{weight.name}.{ZEROS}", dtype="uint8", role=ZEROS))
-    inputs: list[fx.Node | None] = []
-    for parameter in parameters:
+        parameters[ZEROS] = replace(scales, name=f"{weight.name}.{ZEROS}", dtype="uint8", role=ZEROS)
+    if element.row_scales:
+        shard = None if weight.shard is None else shard_of_tiles(weight.shard, 1, 0)
+        name, shape = f"{weight.name}.{ROW_SCALES}", (*weight.shape[:2], 1)
+        parameters[ROW_SCALES] = Parameter(name, shape, "float32", ROW_SCALES, shard=shard, scheme=text)
+    inputs: dict[str, fx.Node] = {}
+    for role, parameter in parameters.items():
         with graph.inserting_before(node), fake_mode_of(like):
             new = graph.placeholder(re.sub(r"\W", "_", parameter.name))
             new.meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)
             new.meta["source"] = parameter
-        inputs.append(new)
-    if not element.has_zeros:
-        inputs.append(None)
+        inputs[role] = new
+    beside = inputs[SCALES], inputs.get(ZEROS), text, weight.dtype, inputs.get(ROW_SCALES)
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        decoded = emit(graph, experts_weight, *inputs, text, weight.dtype)
+        decoded = emit(graph, experts_weight, inputs[CODES], *beside)
     value = decoded
     if is_by_columns(node):
         with graph.inserting_after(decoded):

@@ -144,7 +144,9 @@ def random_codes(
     Both are the same for the same name, shape and rounding.
     """
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
-    if rounding.format.scales == torch.uint8:
+    if rounding.format.scales == torch.float8_e4m3fn:
+        scales = (1e3 * scales).to(torch.float8_e4m3fn)
+    elif rounding.format.scales == torch.uint8:
         scales = scales.log2().round().add(127).to(torch.uint8)
     if not rounding.dtype.is_floating_point:
         values = random_values(name, rounding.stored(*shape), device)
@@ -162,9 +164,9 @@ def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: 
 
 
 def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return stored scales in fp32. Scales of one byte are exponents of powers of two, plus 127."""
+    """Return stored scales in fp32. Scales in uint8 are exponents of powers of two, plus 127."""
     if rounding.format.scales != torch.uint8:
-        return scales
+        return scales.float()
     return torch.tensor([2.0 ** (power - 127) for power in range(255)], device=scales.device)[scales.long()]
 
 

@@ -152,6 +152,7 @@ def test_the_bounds_of_a_shape_with_experts(tmp_path: Path) -> None:
     ("shape", "quantization", "expert_bytes"),
     [
         ("gpt-oss-20b-mxfp4", None, 24 * 32 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2)),
+        ("qwen3-30b-a3b-nvfp4", None, 48 * 128 * (3 * 768 * 2048 * 9 // 16 + 4 * (2 * 768 + 2048))),
         ("qwen3-30b-a3b", "int4", 48 * 128 * 3 * 768 * 2048 * 17 // 32),
         ("qwen3-30b-a3b", "fp8_block", 48 * 128 * 3 * (768 * 2048 + 6 * 16 * 4)),
     ],

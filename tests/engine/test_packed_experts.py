@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from mxfp4_checkpoint import write_mxfp4
+from nvfp4_checkpoints import COMPRESSED, MODELOPT, write_nvfp4
 from packed_checkpoints import PACKINGS, Packing, write_packed
 from safetensors.torch import load_file, save_file
 from test_quantised_engine import IDS, OPTIONS, compare
@@ -97,14 +98,14 @@ READ = pytest.mark.shown_by("models/test_packed_weights.py::test_codes_and_value
         (PACKINGS["compressed-tensors, 8 bits"], True),
         (REORDERED, False),
         *(pytest.param(each, True, marks=READ) for each in (PACKINGS["awq"], GROUPS, PACKINGS["gptq, rows"])),
-        pytest.param(PACKINGS["gptq, 8 bits, zero points"], False, marks=READ),
+        pytest.param(PACKINGS["gptq, 8 bits, zero points"], True, marks=READ),
     ],
     ids=lambda each: f"{each.method} {each.bits} {each.columns}" if isinstance(each, Packing) else "",
 )
 def test_experts_of_other_formats_stay_in_codes(
     packing: Packing, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Except those whose columns are reordered, or that have zero points of 8 bits. The start tells of those."""
+    """Except those whose columns are reordered. The start tells of those."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     checked = {"verify_passes": True, "strict_passes": is_kept, "compile_ranges": ()}
@@ -128,6 +129,32 @@ def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int,
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
     oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
     compare(tmp_path / "packed", oracle, IDS, exact=True, compile_ranges=(), tensor_parallel_size=num_ranks)
+
+
+# Codes, ranks and the two kinds of code are independent.
+ALIKE = pytest.mark.shown_by(
+    "engine/test_packed_experts.py::test_experts_in_nvfp4_stay_in_codes",
+    "passes/test_quantise_experts.py::test_every_pass_keeps_its_contract_and_its_verifier",
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "model_impl", "num_ranks"),
+    [
+        (MODELOPT, "transformers", 1),
+        (COMPRESSED, "textbook", 2),
+        *(pytest.param(*each, marks=ALIKE) for each in ((MODELOPT, "textbook", 1), (COMPRESSED, "transformers", 2))),
+    ],
+)
+def test_experts_in_nvfp4_stay_in_codes(form: str, model_impl: str, num_ranks: int, tmp_path: Path) -> None:
+    """Gate and up of an expert have different scales of whole weights. Shares of two ranks, 88 columns, end inside of
+    groups of 16."""
+    sizes = MOE | {"moe_intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
+    oracle = write_nvfp4(tmp_path / "plain", tmp_path / "nvfp4", form, ["lm_head", *ROUTERS])
+    options = {"model_impl": model_impl, "tensor_parallel_size": num_ranks, "verify_passes": num_ranks == 1}
+    metrics = compare(tmp_path / "nvfp4", oracle, IDS, exact=True, compile_ranges=(), **options)
+    assert set(matched(metrics)) == {2}
 
 
 def test_experts_are_quantised_to_four_bits_while_they_are_loaded(tmp_path: Path) -> None:

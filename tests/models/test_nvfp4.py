@@ -13,7 +13,7 @@ from test_packed_weights import NAME, edit, refusal
 from test_packed_weights import decoded as packed_decoded
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
+from compiled_engine.models.checkpoint.nvfp4 import WHOLE, read_nvfp4
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
 from compiled_engine.passes.framework.rounding import unpack, values_of
 from compiled_engine.quantisation import Quantisation, Rounding
@@ -54,8 +54,10 @@ def test_values_are_those_written(form: str, num_rows: int, num_columns: int) ->
     tensors, values_NK = stored(form, num_rows, num_columns)
     assert torch.equal(decoded(tensors, rules_of(form)), values_NK)
     found, packed = read_nvfp4(tensors, rules_of(form), Path("folder"))
-    assert found.keys() == {f"{NAME}.weight", f"{NAME}.weight_scale"}
-    assert found[f"{NAME}.weight_scale"].dtype == torch.float32
+    scales, whole = (found.pop(f"{NAME}.{name}") for name in ("weight_scale", WHOLE))
+    assert found.keys() == {f"{NAME}.weight"}
+    assert scales is tensors[f"{NAME}.weight_scale"]
+    assert (whole.shape, whole.dtype) == ((1,), torch.float64)
     codes = packed[f"{NAME}.weight"].stored
     assert codes is not None
     assert codes.shape == (num_rows, num_columns // 2)
@@ -93,6 +95,11 @@ def test_another_reading_is_another_weight() -> None:
         (MODELOPT, edit("weight_scale_2", None), "weight_scale_2 is missing"),
         (MODELOPT, edit("weight_scale_2", lambda t: 0 * t), "weight_scale_2 must be one number above 0, got 0.0"),
         (COMPRESSED, edit("weight_global_scale", lambda t: t.expand(2)), "weight_global_scale must be one number"),
+        (
+            COMPRESSED,
+            edit("weight_global_scale", lambda t: 0 * t + 1e-39),
+            "must have a reciprocal that float32 holds",
+        ),
         (MODELOPT, edit("weight_scale", lambda t: t.float()), "weight_scale must be torch.float8_e4m3fn, got torch.fl"),
         (COMPRESSED, edit("weight_scale", lambda t: t[:, :8]), "weight_scale must be [24, 16], got [24, 8]"),
         (COMPRESSED, edit("weight_packed", lambda t: t[0]), "weight_packed must have two dimensions, got [128]"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
+from experts_cases import CASES, CODES, RANDOM, Case, arguments_of, encoded, error
 from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
@@ -21,13 +21,13 @@ from compiled_engine.passes.experts import experts_op
 from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.framework.rounding import unit_of
 from compiled_engine.quantisation import Rounding
-from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
+from experts_cases import CASES, CODES, RANDOM, Case, arguments_of, encoded, error
 from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
 small = [case for case in CASES if case.num_experts < 10 and case.num_tokens < 10]
 # Every other rounding: each meets one token and several, sizes that end inside of tiles, and experts that are given.
-roundings = {case: (*CODES, *PACKED)[(place + place // 4) % 2 :: 2] for place, case in enumerate(small)}
+roundings = {case: (*CODES, *RANDOM)[(place + place // 4) % 2 :: 2] for place, case in enumerate(small)}
 for case in CASES:
     arguments = arguments_of(case, torch.float32)
     # Those that are quick a second time, on counts that the first has left.
@@ -41,29 +41,39 @@ for case in CASES:
             out = experts_op.launch(*coded)
         assert error(out, decoded) < 1e-5, f"{case} with {text} is off by {error(out, decoded)}"
 # The products of many tokens, in which rows of codes come first.
-for text in ("int4 1x32", "uint4 1x32", "int4 1x*"):
+for text in ("int4 1x32", "uint4 1x32", "int4 1x*", "uint8 1x32"):
     coded, decoded = encoded(arguments_of(Case(70, 4, 2, gpt_oss=True), torch.float16), text)
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-2, f"{text} is off by {error(out, decoded)}"
-# Codes of MXFP4 that are decoded in whole words, with blocks of columns that end inside.
-for case in (
-    Case(6, 3, 2, hidden_size=160, width=96, norm=True, residual=True, gpt_oss=True),
-    Case(5, 2, 1, hidden_size=128, width=160, renormalise=False, given=True),
+# Codes of e2m1 that are decoded in whole words, with blocks of columns that end inside, and inside of 16 bytes.
+for case, text in (
+    (Case(6, 3, 2, hidden_size=160, width=96, norm=True, gpt_oss=True), "mxfp4 1x32"),
+    (Case(5, 2, 1, hidden_size=128, width=160, renormalise=False, given=True), "mxfp4 1x32"),
+    (Case(6, 3, 2, hidden_size=144, width=80, norm=True, gpt_oss=True), "nvfp4 1x16"),
+    (Case(5, 2, 1, hidden_size=128, width=176, renormalise=False, given=True), "nvfp4 1x16"),
+    (Case(3, 2, 1, hidden_size=144, width=80), "nvfp4 1x16"),
 ):
-    coded, decoded = encoded(arguments_of(case, torch.float32), "mxfp4 1x32")
+    coded, decoded = encoded(arguments_of(case, torch.float32), text)
     with nan_in_new_tensors():
         out = experts_op.launch(*coded)
     assert error(out, decoded) < 1e-5, f"{case} in words is off by {error(out, decoded)}"
-# Weights that are decoded before the product.
-for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72)):
+# Weights that are decoded before the product, by which scales of rows are not multiplied.
+for text, hidden_size in (("mxfp4 1x32", 160), ("mxfp4 1x8", 72), ("nvfp4 1x16", 160), ("nvfp4 1x8", 72)):
     coded, decoded = encoded(arguments_of(Case(1, 3, 2, hidden_size=hidden_size), torch.float32), text)
     for place in (2, 3):
-        rounding, scales = Rounding.parse(text), coded[place - 8]
-        unit = unit_of(rounding, decoded[place].shape[2])
+        rounding, scales, of_rows = Rounding.parse(text), coded[place - 10], coded[place - 4]
+        unit, kind = unit_of(rounding, decoded[place].shape[2]), "e8m0" if of_rows is None else "e4m3"
         with nan_in_new_tensors():
-            out = decoded_weight(coded[place], scales, rounding.columns, unit, torch.float32)
+            out = decoded_weight(coded[place], scales.view(torch.uint8), rounding.columns, unit, torch.float32, kind)
+        out *= 1 if of_rows is None else of_rows
         assert torch.equal(out, decoded[place]), f"decoded {text} is wrong"
+# The product of a weight that was decoded before.
+experts_op.decodes_first = lambda num_tokens, share: True
+coded, decoded = encoded(arguments_of(Case(6, 3, 2, hidden_size=144, width=80), torch.float32), "nvfp4 1x16")
+with nan_in_new_tensors():
+    out = experts_op.launch(*coded)
+assert error(out, decoded) < 1e-5, f"products of decoded weights are off by {error(out, decoded)}"
 print("right")
 """
 
@@ -77,7 +87,7 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.product(one_in=1000, each=("case",))
-@pytest.mark.parametrize("text", [*CODES, *PACKED])
+@pytest.mark.parametrize("text", [*CODES, *RANDOM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_experts < 10], ids=str)
 def test_the_reference_with_codes(case: Case, dtype: torch.dtype, text: str) -> None:
@@ -96,10 +106,12 @@ def compiled(
     """tiles: rows and columns of the weight's codes that share a scale; None for values. codes: Triton's type."""
     constants = {
         "PACKED": "",
+        "SCALES": "",
         "ZERO": 0,
         "UNIT": 0,
         "IN_WORDS": False,
         "zeros_ptr": None,
+        "row_scales_ptr": None,
         "DEPENDENT_LAUNCH": True,
     } | constants
     types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
@@ -108,6 +120,9 @@ def compiled(
     else:
         constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS"), tiles, strict=True))
         types |= dict.fromkeys(("w_ptr", "gate_up_ptr", "down_ptr"), f"*{codes}")
+        if codes == "u8":  # with zero points
+            types["zeros_ptr"] = "*u8"
+            del constants["zeros_ptr"]
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
     return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=num_warps)
@@ -140,6 +155,7 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     [
         (8, (1, 0), "i8"),
         (8192, (128, 128), "fp8e4nv"),
+        (8192, (1, 128), "u8"),
         *(
             pytest.param(*each, marks=pytest.mark.product(one_in=1000))
             for each in ((8, (1, 0), "fp8e4nv"), (8, (128, 128), "fp8e4nv"), (8192, (1, 0), "fp8e4nv"))
@@ -212,20 +228,27 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.product(one_in=12, each=("case",))
-@pytest.mark.parametrize("text", [*CODES, *PACKED])
+@pytest.mark.parametrize("text", [*CODES, *RANDOM])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_codes_on_a_gpu(case: Case, text: str) -> None:
     assert_codes_are_right_on_a_gpu(case, text)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["mxfp4 1x32", "uint4 1x32"])
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16", "uint4 1x32"])
 @pytest.mark.parametrize(
     "case", [Case(64, 4, 2), Case(150, 3, 1), Case(700, 128, 8, 512, 256), Case(3000, 16, 4)], ids=str
 )
 def test_wide_blocks_decode_each_row_by_its_own_scale_and_zero_point(case: Case, text: str) -> None:
     """In these a thread decodes bytes of two rows at once. Without a residual, which would hide a wrong scale."""
     assert_codes_are_right_on_a_gpu(case, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 64, 700, 3000])
+def test_every_kernel_of_nvfp4_on_a_gpu(num_tokens: int) -> None:
+    """With and without tensor cores, in blocks of all sizes, and decoded before the product."""
+    assert_codes_are_right_on_a_gpu(Case(num_tokens, 32, 4, 2880, 2880, norm=True, gpt_oss=True), "nvfp4 1x16")
 
 
 def assert_codes_are_right_on_a_gpu(case: Case, text: str) -> None:

@@ -12,25 +12,27 @@ from test_experts_op import GATE
 
 from compiled_engine.passes.experts import experts_decoded, experts_grouped, experts_mxfp4
 from compiled_engine.passes.experts.experts import Experts
-from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS
+from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS, POWER
 from compiled_engine.passes.experts.experts_tiles import decodes_first, packed_tiles, words_tiles
 from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.quantisation import ELEMENTS
 
 
 @pytest.mark.product(one_in=1000, each=("num_tokens",))
-@pytest.mark.parametrize("text", ["mxfp4 1x32", "mxfp4 1x16", "int4 1x128", "uint4 1x32"])
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "mxfp4 1x16", "nvfp4 1x16", "nvfp4 1x8", "int4 1x128", "uint4 1x32"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 512, 1024, 8192])
 def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str) -> None:
     """Nothing is on a stack, codes are read ahead, and none is converted."""
     constants = constants_of(text, 2880) | GATE | {"IN_WORDS": False, "DEPENDENT_LAUNCH": True}
-    kinds = {"scales_ptr": "*u8" if text.startswith("mx") else "*fp32", "weights_ptr": "*fp32"}
+    is_e2m1 = constants["PACKED"] == "e2m1"
+    kinds = {"scales_ptr": "*u8" if is_e2m1 else "*fp32", "weights_ptr": "*fp32", "row_scales_ptr": "*fp32"}
     kinds |= dict.fromkeys(("w_ptr", "zeros_ptr"), "*u8")
     kinds |= dict.fromkeys(("sorted_ptr", "blocks_ptr"), "*i32")
     constants |= {} if text.startswith("u") else {"zeros_ptr": None}
-    tiles = packed_tiles(num_tokens, torch.bfloat16, 1 / 8, text.startswith("mx"))
+    constants |= {} if text.startswith("nv") else {"row_scales_ptr": None}
+    tiles = packed_tiles(num_tokens, torch.bfloat16, 1 / 8, is_e2m1)
     sizes: dict[str, Any] = {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "NUM_STAGES": tiles.num_stages}
-    step = tiles.block_k if text.startswith("mx") else min(tiles.block_k, constants["TILE_COLUMNS"])
+    step = tiles.block_k if is_e2m1 else min(tiles.block_k, constants["TILE_COLUMNS"])
     sizes |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": step}
     kernel = experts_grouped.grouped_kernel
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
@@ -44,14 +46,17 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
     assert ("wgmma" if num_tokens > 80 else "mma.sync") in ptx
 
 
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16"])
 @pytest.mark.parametrize("num_tokens", [8, 64, 512])
-def test_products_of_words_compiled_for_hopper(num_tokens: int) -> None:
+def test_products_of_words_compiled_for_hopper(num_tokens: int, text: str) -> None:
     """Nothing is on a stack, codes are read ahead, and decoded values go to the tensor cores from registers."""
     tiles = words_tiles(num_tokens, torch.bfloat16, 1 / 8)
-    constants = constants_of("mxfp4 1x32", 2880) | GATE | {"IN_WORDS": True, "DEPENDENT_LAUNCH": True}
+    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": True, "DEPENDENT_LAUNCH": True}
+    constants |= {} if text.startswith("nv") else {"row_scales_ptr": None}
     constants |= {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "zeros_ptr": None}
     constants |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages}
     kinds = {"scales_ptr": "*u8", "w_ptr": "*u8", "weights_ptr": "*fp32", "sorted_ptr": "*i32", "blocks_ptr": "*i32"}
+    kinds |= {"row_scales_ptr": "*fp32"}
     kernel = experts_grouped.grouped_kernel
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
     program = compiled_for_hopper(kernel, constants, kinds, aligned=aligned, num_warps=tiles.num_warps)
@@ -64,13 +69,17 @@ def test_products_of_words_compiled_for_hopper(num_tokens: int) -> None:
     assert not [line for line in exchanged if re.search("xi32|x128xbf16", line)]
 
 
-def test_products_without_tensor_cores_compiled_for_hopper() -> None:
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16"])
+def test_products_without_tensor_cores_compiled_for_hopper(text: str) -> None:
     """A thread reads 16 bytes of codes at once, and nothing is on a stack."""
-    sizes = {"TILE_COLUMNS": 32, "ROWS": 4, "BLOCK_W": 128, "DEPENDENT_LAUNCH": True, "TOP_K": 4}
-    kinds = dict.fromkeys(("inputs_ptr", "hidden_ptr", "weights_ptr"), "*fp32") | {"chosen_ptr": "*i32"}
+    of_codes = {name: value for name, value in constants_of(text, 1024).items() if name in ("TILE_COLUMNS", "SCALES")}
+    sizes = of_codes | {"ROWS": 4, "BLOCK_W": 128, "DEPENDENT_LAUNCH": True, "TOP_K": 4}
+    sizes |= {} if text.startswith("nv") else {"row_scales_ptr": None}
+    kinds = {"row_scales_ptr": "*fp32"}
+    kinds |= dict.fromkeys(("inputs_ptr", "hidden_ptr", "weights_ptr"), "*fp32") | {"chosen_ptr": "*i32"}
     kinds |= dict.fromkeys(("gate_up_ptr", "down_ptr", "scales_ptr"), "*u8")
     for kernel, constants in (
-        (experts_mxfp4.gate_up_words_kernel, GATE | {"K": 1024, "WIDTH": 2880, "UNIT": 32}),
+        (experts_mxfp4.gate_up_words_kernel, GATE | {"K": 1024, "WIDTH": 2880, "UNIT": of_codes["TILE_COLUMNS"]}),
         (experts_mxfp4.down_words_kernel, {"HIDDEN_SIZE": 2880, "WIDTH": 1024, "BLOCK_X": 4}),
     ):
         num_warps = experts_mxfp4.word_tiles(1024, constants.get("BLOCK_X", 1)).num_warps
@@ -80,9 +89,11 @@ def test_products_without_tensor_cores_compiled_for_hopper() -> None:
         assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", program.asm["ptx"])
 
 
-def test_decoding_before_the_product_compiled_for_hopper() -> None:
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16"])
+def test_decoding_before_the_product_compiled_for_hopper(text: str) -> None:
     """A thread reads and writes 16 bytes at once, and nothing is on a stack."""
-    constants = {"K": 2880, "TILE_COLUMNS": 32, "UNIT": 32, "DEPENDENT_LAUNCH": True}
+    constants = {"K": 2880, "DEPENDENT_LAUNCH": True}
+    constants |= {name: constants_of(text, 2880)[name] for name in ("TILE_COLUMNS", "UNIT", "SCALES")}
     constants |= {"ROWS": experts_decoded.ROWS, "BYTES": experts_decoded.BYTES}
     kinds = {"codes_ptr": "*u8", "scales_ptr": "*u8"}
     aligned = ["codes_ptr", "scales_ptr", "out_ptr"]
@@ -137,6 +148,14 @@ def test_each_byte_is_decoded_with_its_own_operand(name: str) -> None:
         code, operand = word >> 4 * place & 15, operands[place // 2]
         right = ELEMENTS["e2m1"].values[code] * 2.0 ** (operand - 127 - 64) if name == "e2m1" else code - operand
         assert found[place // 2 + 4 * (place % 2)] == right
+
+
+def test_values_of_e2m1_times_scales_are_exact_in_bfloat16() -> None:
+    """Also after they are divided by POWER, for every code and every scale in e4m3."""
+    codes = torch.tensor(ELEMENTS["e2m1"].values, dtype=torch.float64)
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    products = (codes[:, None] * scales[~scales.isnan()]) / POWER.value
+    assert torch.equal(products.bfloat16().double(), products)
 
 
 def run_assembly(name: str, word: int, operands: tuple[int, ...]) -> list[float]:

@@ -23,6 +23,7 @@ from compiled_engine.parallel.shards import Section
 from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
 from compiled_engine.passes.framework.matching import change, emit, named
+from compiled_engine.passes.framework.parameter import STEPS, made
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.passes.registry import passes_of_quantised
@@ -36,6 +37,8 @@ SMALL_TILES = "e4m3 64x32, inputs e4m3 1x32"
 # Four bits, in groups that end with no share, and in whole rows.
 GROUPS, ZEROS, WHOLE_ROWS = "int4 1x128", "uint4 1x32", "int4 1x*"
 INTEGERS = "int8 1x128"
+# Kept with scales of groups, of 16 columns or fewer, and scales of rows.
+NVFP4 = "e2m1 1x16"
 # Each of two and of four ranks has a part of a block, as has the last one of all.
 WIDTH = 320 + 64
 
@@ -54,13 +57,13 @@ def traced(num_ranks: int, width: int = WIDTH) -> TracedGraph:
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES, GROUPS, ZEROS, WHOLE_ROWS, INTEGERS])
+@pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES, GROUPS, ZEROS, WHOLE_ROWS, INTEGERS, NVFP4])
 @pytest.mark.parametrize("make", [stored, online])
 def test_every_pass_keeps_its_contract_and_its_verifier(
     num_ranks: int, scheme: str, make: Callable[[str], Quantisation]
 ) -> None:
     if make is online:  # other formats are not made
-        scheme = {TENSOR: ROWS, ZEROS: "int4 1x32", INTEGERS: GROUPS}.get(scheme, scheme)
+        scheme = {TENSOR: ROWS, ZEROS: "int4 1x32", INTEGERS: GROUPS, NVFP4: GROUPS}.get(scheme, scheme)
     quantisation = make(scheme)
     graphs, whole = traced(num_ranks), whole_of(quantised(num_ranks, None))
     for compile_range in RANGES:
@@ -145,6 +148,10 @@ def read_by_another(graph: fx.Graph) -> None:
     user.replace_input_with(first, second)
 
 
+def without_row_scales(graph: fx.Graph) -> None:
+    change(matrices(graph, "down_proj")[0], row_scales_ER1=None)
+
+
 @dataclass(frozen=True)
 class Mutation:
     what: str
@@ -184,6 +191,10 @@ MUTATIONS = (
     Mutation("zero points taken for 8", ZEROS, set_scheme("int4 1x32")),
     Mutation("twice the columns of a group", ZEROS, set_scheme("uint4 1x64")),
     Mutation("scales of another width", ZEROS, describe("scales_ERC", scheme="uint4 1x16")),
+    Mutation("scales of rows left out", NVFP4, without_row_scales),
+    Mutation("scales of rows of another layer", NVFP4, of_another("row_scales_ER1")),
+    Mutation("undivided scales of rows", NVFP4, describe("row_scales_ER1", shard=None), 2),
+    Mutation("twice the columns of a group of NVFP4", NVFP4, set_scheme("nvfp4 1x32")),
     Mutation("codes in another scheme", BLOCK, describe("codes_ENK", make=(("codes", "e4m3 1x*"),)), is_online=True),
     Mutation("scales made of another weight", ROWS, of_another("scales_ERC"), is_online=True),
     Mutation("decoded to another dtype", ROWS, lambda graph: change(matrices(graph, "down")[0], dtype="float16")),
@@ -201,4 +212,29 @@ def test_a_broken_matrix_is_caught(mutation: Mutation) -> None:
     assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches == 4
     mutation.edit(graph)
     with pytest.raises(VerificationError, match="quantise_experts"):
+        graph_pass.verify(graph, result, SMALL, CPU)
+
+
+@pytest.mark.parametrize(
+    ("argument", "changed"),
+    [
+        ("codes_ENK", lambda codes: codes >> 4 | codes << 4),
+        ("scales_ERC", lambda scales: scales.roll(1, 2)),
+        ("row_scales_ER1", lambda scales: scales.roll(1, 0)),
+        ("row_scales_ER1", lambda scales: scales.roll(WIDTH, 1)),
+        ("row_scales_ER1", torch.reciprocal),
+    ],
+    ids=["nibbles", "neighbouring group", "neighbouring expert", "gate and up", "divided by"],
+)
+def test_wrong_values_of_nvfp4_are_caught(
+    argument: str, changed: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that the loader would take exchanges nibbles or scales."""
+    monkeypatch.setitem(STEPS, "changed", lambda tensor, _: changed(tensor))
+    graph = traced(1).for_range(SMALL).graph
+    graph_pass = structure_passes(quantised(1, stored(NVFP4)), graph, SMALL, None)[-1]
+    result: PassResult = graph_pass.run(graph)
+    node = named(matrices(graph, "gate_up_proj")[0])[argument]
+    node.meta["source"] = made(parameter_of(node), "changed", 0, node.meta["val"])
+    with pytest.raises(VerificationError, match="is off by"):
         graph_pass.verify(graph, result, SMALL, CPU)

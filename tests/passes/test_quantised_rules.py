@@ -192,7 +192,7 @@ def test_tiles_of_experts_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -
     def obstacle(text: str, device: torch.device = cpu, dtype: torch.dtype = BFLOAT16, num_columns: int = 2880) -> str:
         return experts_codes.obstacle(LinearScheme.parse(text), num_columns, dtype, device) or ""
 
-    for element, least in (("e4m3", 32), ("int4", 32), ("uint4", 32), ("mxfp4", 8)):
+    for element, least in (("e4m3", 32), ("int4", 32), ("uint4", 32), ("uint8", 32), ("mxfp4", 8), ("nvfp4", 8)):
         taken = [columns for columns in range(1, 600) if not obstacle(f"{element} 1x{columns}")]
         assert taken == [columns for columns in (8, 16, 32, 64, 128, 256) if columns >= least]
         assert obstacle(f"{element} 1x*") == ""
@@ -200,6 +200,7 @@ def test_tiles_of_experts_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -
     assert obstacle("int4 1x32", num_columns=100) == "100 columns of four bits are no multiple of 8"
     assert obstacle("int4 1x32, columns reordered") == "the columns of each expert are reordered"
     assert obstacle("mxfp4 1x32", dtype=torch.float16) == "float16 does not hold the scales"
+    assert obstacle("nvfp4 1x16", dtype=torch.float16).startswith("float16 does not hold the scales over 2^64")
     assert obstacle("int4 1x32", dtype=torch.float16) == ""
     for capability, takes in (((7, 5), ""), ((8, 0), "int4"), ((8, 9), "int4 e4m3"), ((9, 0), "int4 e4m3")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
@@ -209,11 +210,13 @@ def test_tiles_of_experts_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_constants_of_kernels_of_experts() -> None:
-    plain = {"TILE_ROWS": 1, "TILE_COLUMNS": 0, "PACKED": "", "ZERO": 0, "UNIT": 0}
+    plain = {"TILE_ROWS": 1, "TILE_COLUMNS": 0, "PACKED": "", "SCALES": "", "ZERO": 0, "UNIT": 0}
     assert constants_of("e4m3 1x*", 64) == constants_of("", 64) == plain
     assert constants_of("e4m3 64x128", 256) == plain | {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
     in_groups = plain | {"TILE_COLUMNS": 32, "UNIT": 32}
-    assert constants_of("mxfp4 1x32", 2880) == in_groups | {"PACKED": "e2m1"}
+    assert constants_of("mxfp4 1x32", 2880) == in_groups | {"PACKED": "e2m1", "SCALES": "e8m0"}
+    nvfp4 = plain | {"TILE_COLUMNS": 16, "UNIT": 16, "PACKED": "e2m1", "SCALES": "e4m3"}
+    assert constants_of("nvfp4 1x16", 2880) == nvfp4
     assert constants_of("uint4 1x32", 2880) == in_groups | {"PACKED": "integers"}
     # Units end with the rows and the tiles.
     assert constants_of("int4 1x*", 720) == plain | {"PACKED": "integers", "ZERO": 8, "UNIT": 16}

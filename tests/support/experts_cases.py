@@ -52,8 +52,19 @@ CASES = (
 ALPHA, LIMIT = 1.702, 1.5
 # Roundings of weights: tiles that end inside, and whole rows.
 CODES = ("e4m3 1x*", "e4m3 32x32", "e4m3 128x128", "int8 1x32")
-# The same with two codes to a byte.
-PACKED = ("mxfp4 1x32", "mxfp4 1x8", "int4 1x32", "int4 1x128", "int4 1x*", "uint4 1x32")
+# The same with random codes: with zero points of 8 bits, and with two codes to a byte.
+RANDOM = (
+    "uint8 1x32",
+    "uint8 1x*",
+    "mxfp4 1x32",
+    "mxfp4 1x8",
+    "nvfp4 1x16",
+    "nvfp4 1x8",
+    "int4 1x32",
+    "int4 1x128",
+    "int4 1x*",
+    "uint4 1x32",
+)
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
@@ -88,7 +99,7 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
 
 def encoded(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the op's arguments with weights as codes of a Rounding, and those of `expected` with decoded weights."""
-    return with_packed_codes(arguments, text) if text in PACKED else with_codes(arguments, text)
+    return with_random_codes(arguments, text) if text in RANDOM else with_codes(arguments, text)
 
 
 def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -105,11 +116,11 @@ def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], 
     return coded, (*arguments[:2], *values, *arguments[4:])
 
 
-def with_packed_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the same as with_codes for random codes of four bits, two to a byte, in the order that kernels read."""
+def with_random_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the same as with_codes for random codes, those of four bits in the order that kernels read."""
     rounding, device = Rounding.parse(text), arguments[0].device
     generator = torch.Generator(device).manual_seed(7)
-    codes, scales, zeros, values = [], [], [], []
+    codes, scales, zeros, row_scales, values = [], [], [], [], []
 
     def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -117,16 +128,26 @@ def with_packed_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any,
     for weight in arguments[2:4]:
         E, N, K = weight.shape
         grid = E, *rounding.grid(N, K)
-        codes.append(integers(0, 256, (E, N, K // 2)))
-        zeros.append(integers(0, 16, grid))
+        codes.append(integers(0, 256, (E, *rounding.stored(N, K))))
+        zeros.append(integers(0, 2**rounding.format.bits, grid))
         powers = integers(0, 4, grid)  # the largest scale is around a quarter of the values' size
-        scales.append(powers + int(121 - math.log2(K) / 2) if text.startswith("mx") else 0.03 * (1 + powers) / K**0.5)
+        row_scales.append(None)
+        if rounding.format.row_scales:  # all scales in e4m3, subnormal and negative ones included, but not NaN
+            bits = integers(0, 127, grid) + 128 * (powers == 0).to(torch.uint8)
+            scales.append(bits.view(torch.float8_e4m3fn))
+            row_scales[-1] = (1 + torch.rand(E, N, 1, generator=generator, device=device)) / (500 * K**0.5)
+        else:
+            in_bytes = rounding.format.scales == torch.uint8
+            size = 0.5 / 2**rounding.format.bits
+            scales.append(powers + int(121 - math.log2(K) / 2) if in_bytes else size * (1 + powers) / K**0.5)
         of_matrices = zip(codes[-1], scales[-1], zeros[-1], strict=True)
         values.append(torch.stack([decode(codes, scales, rounding, zeros) for codes, scales, zeros in of_matrices]))
-        codes[-1] = in_halves(codes[-1], unit_of(rounding, K))
+        values[-1] *= 1 if row_scales[-1] is None else row_scales[-1]
+        if rounding.format.per_byte > 1:
+            codes[-1] = in_halves(codes[-1], unit_of(rounding, K))
     if not rounding.format.has_zeros:
         zeros = [None, None]
-    coded = (*arguments[:2], *codes, *arguments[4:], *scales, text, text, *zeros)
+    coded = (*arguments[:2], *codes, *arguments[4:], *scales, text, text, *zeros, *row_scales)
     return coded, (*arguments[:2], *values, *arguments[4:])
 
 
