@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,7 @@ def some_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a few tensors, then kill this process."""
     for number, (name, tensor) in enumerate(model.named_parameters()):
         if number == DIES_AFTER:
+            time.sleep(0.5)  # the server awaits the tensors by then
             os.kill(os.getpid(), signal.SIGKILL)
         yield name, tensor.data
 
@@ -51,7 +53,7 @@ def main() -> None:
             generation_kwargs={"seed": 7, "ignore_eos": True},
         )
         sequence = [*found["prompt_ids"][0], *found["completion_ids"][0]]
-        scored = client.get_sequence_logprobs([sequence], [len(found["prompt_ids"][0])], top_logprobs=4096)
+        scored = client.get_sequence_logprobs([sequence], [len(found["prompt_ids"][0])], top_logprobs=5)
         print(json.dumps(found | {"scored": scored["actual_logprobs"]}), flush=True)
 
 
