@@ -75,6 +75,8 @@ def test_a_function_gives_the_weights_of_an_update(llm: LLM, folders: tuple[Path
     (number,) = llm.collective_rpc(rank_functions.load, args=(new,))
     assert llm.core.call(STATE)["received"] == number > 10
     assert bits(llm) == before
+    with pytest.raises(ControlError, match="a weight update is under way; finish it first"):
+        llm.collective_rpc("reload_weights")
     assert llm.collective_rpc("finish_weight_update", kwargs={"version": "theirs"}) == ["theirs"]
     assert bits(llm) == fresh(folders[1], {})
     llm.collective_rpc("start_weight_update")

@@ -187,6 +187,8 @@ def test_what_pytorch_shares_is_described_without_being_called() -> None:
     torch.testing.assert_close(found["w"], tensor, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"w is shared with .*; allowed: a tensor on a GPU"):
         shared_by_reductions("w", {GPU: (os._exit, (1,))})
+    with pytest.raises(ValueError, match=r"w is shared with .*; allowed: a tensor on a GPU"):
+        shared_by_reductions("w", {GPU: (rebuild_cuda_tensor, (1,))})
     with pytest.raises(ValueError, match="allowed: one for each GPU, all alike"):
         shared_by_reductions("w", handles | {"GPU-0": reduction(tensor, 1, tensor_offset=3)})
     with pytest.raises(ValueError, match="allowed: one for each GPU, all alike"):
@@ -204,8 +206,10 @@ def test_openrlhfs_tensors_have_the_shape_that_it_announces() -> None:
     assert calls.throw(ControlError("it does not fit")).name == "cancel_weight_update"
     with pytest.raises(ControlError, match="it does not fit"):
         calls.send(None)
+    calls = update_weight_cuda_ipc(PARALLEL, "w", "float32", [5, 3], handles)
+    assert next(calls).name == "cancel_weight_update"
     with pytest.raises(ValueError, match=r"w is announced as \('float32', \[5, 3\]\), and shared as"):
-        next(update_weight_cuda_ipc(PARALLEL, "w", "float32", [5, 3], handles))
+        next(calls)
 
 
 class UniqueId(ctypes.Structure):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.weight_updates.frontend import openrlhf_calls, update_calls
 from compiled_engine.features.weight_updates.frontend.update_calls import Calls
@@ -46,9 +47,9 @@ def calls_on_ranks(
     method: a name of OF_OPENRLHF, RELOAD, "package.module:function", or a function that gets a Rank. in_this_process:
     the core is in this process, behind no socket.
 
-    Raises ValueError for another name, for a function that cannot be called on the ranks, and for arguments of a
-    function that are not plain data but would have to cross processes. See also `openrlhf_calls` and
-    `update_calls.update`.
+    Raises ControlError for RELOAD while an update is under way. Raises ValueError for another name, for a function that
+    cannot be called on the ranks, and for arguments of a function that are not plain data but would have to cross
+    processes. See also `openrlhf_calls` and `update_calls.update`.
     """
     parallel = config.parallel
     if isinstance(method, str) and method in OF_OPENRLHF:
@@ -61,6 +62,8 @@ def calls_on_ranks(
 
 
 def _reload(config: EngineConfig, in_this_process: bool, weights_path: str | None = None) -> Calls:
+    if (yield update_calls.STATE)["received"] is not None:
+        raise ControlError("a weight update is under way; finish it first, or start it anew")
     path = str(config.model.path) if weights_path is None else weights_path
     yield from update_calls.update(path, config.parallel, None, recompute=True, in_this_process=in_this_process)
 

@@ -56,11 +56,15 @@ def update_weight_cuda_ipc(
     ipc_handles: by the UUID of each rank's GPU, the result of torch.multiprocessing.reductions.reduce_tensor. Raises
     ValueError for anything else, or if the tensors have another shape or dtype.
     """
-    shared = shared_by_reductions(name, ipc_handles)
-    (tensor,) = shared.tensors
-    announced, found = (str(dtype).removeprefix("torch."), [*shape]), (tensor.dtype, tensor.shape)
-    if found != announced:
-        raise ValueError(f"{name} is announced as {announced}, and shared as {found}")
+    try:
+        shared = shared_by_reductions(name, ipc_handles)
+        (tensor,) = shared.tensors
+        announced, found = (str(dtype).removeprefix("torch."), [*shape]), (tensor.dtype, tensor.shape)
+        if found != announced:
+            raise ValueError(f"{name} is announced as {announced}, and shared as {found}")
+    except ValueError:
+        yield update_calls.CANCEL
+        raise
     yield from _add(shared, parallel, is_last=empty_cache)
 
 

@@ -56,12 +56,12 @@ def shared_by_reductions(name: str, reductions: Mapping[str, Any]) -> SharedTens
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    fields = signature(rebuild_cuda_tensor)
+    fields = [*signature(rebuild_cuda_tensor).parameters]
     tensors, storages = [], {}
     for uuid, (function, arguments) in reductions.items():
-        if function is not rebuild_cuda_tensor:
+        if function is not rebuild_cuda_tensor or len(arguments) != len(fields):
             raise ValueError(f"{name} is shared with {function!r}; allowed: a tensor on a GPU")
-        given = fields.bind(*arguments).arguments
+        given = dict(zip(fields, arguments, strict=True))
         tensors.append(
             SharedTensor(
                 storage=0,
