@@ -34,6 +34,7 @@ from compiled_engine.features.pooling.frontend.processor import (
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.rank_calls.frontend.collective_calls import OF_ENGINES, calls_on_ranks
 from compiled_engine.features.request_registry import RequestFeatures
 from compiled_engine.features.speech.frontend.transcription import Asked, Transcription, run_async
 from compiled_engine.features.weight_updates.frontend import update_calls
@@ -353,18 +354,21 @@ class AsyncLLM:
         await self._client.call("reset_prefix_cache", of_running=reset_running_requests)
         return True
 
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
         """Stop running steps until `resume_generation`; return once no step runs. Requests that arrive meanwhile wait.
 
         mode: "abort" ends all requests of all clients with finish_reason "abort"; "keep" stops them where they are;
             "wait" lets requests that have begun run to their end.
+        wait_for_inflight_requests: True is mode "wait", under an older name of vLLM's.
         clear_cache: True: the prefix cache is emptied, and kept requests are computed again. False: kept requests keep
             their keys and values, even if the weights change meanwhile.
 
         Raises ControlError for another mode.
         """
         self._attach()
-        await self._client.call("pause", mode=mode, clear_cache=clear_cache)
+        await self._client.call("pause", mode="wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache)
         while not await self._client.call("is_paused"):
             await asyncio.sleep(_POLL_S)
 
@@ -409,10 +413,8 @@ class AsyncLLM:
         Raises ValueError with several replicas, ControlError if the trainer does not answer.
         """
         self._attach()
-        if self.config.parallel.has_replicas:
-            raise ValueError(f"data_parallel_size is {self.config.parallel.data_parallel_size}; allowed: 1")
-        call = update_calls.connect(address, port, rank_offset, world_size, packed=packed, backend=backend)
-        await self._client.make(call)
+        group = self.config.parallel, address, port, rank_offset, world_size
+        await self._client.make(update_calls.connect(*group, packed=packed, backend=backend))
 
     async def start_weight_update(self) -> None:
         """Begin an update in parts, see `LLM.start_weight_update`."""
@@ -461,6 +463,41 @@ class AsyncLLM:
         sleeping: bool = await self._client.call("is_sleeping")
         return sleeping
 
+    async def reset_encoder_cache(self) -> None:
+        """Drop the encoded images and audio that are kept on the device, see `LLM.reset_encoder_cache`."""
+        await self.reset_prefix_cache()
+
+    async def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of ranks, see `LLM.get_world_size`."""
+        parallel = self.config.parallel
+        return parallel.num_ranks if include_dp else parallel.devices_per_replica
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the engine by its name, or a function on every rank; see `LLM.collective_rpc`.
+
+        method: functions must be importable by the core's process or thread, and arguments and results plain data.
+        timeout: seconds after which TimeoutError is raised; the call itself goes on, and may still take effect.
+        """
+        self._attach()
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout must be above 0, got {timeout}")
+        if method in OF_ENGINES:
+            work = self._call_own(str(method), args, kwargs or {})
+        else:
+            calls = calls_on_ranks(method, args, kwargs or {}, self.config, in_this_process=False)
+            work = update_calls.served_async(calls, self._client.make)
+        results: list[Any] = await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(work)), timeout)
+        return results
+
+    async def _call_own(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return [await getattr(self, method)(*args, **kwargs)] * self.config.parallel.num_ranks
+
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core has ended."""
         self._attach()
@@ -485,6 +522,13 @@ class AsyncLLM:
         for request_id in self._streams:
             await self.abort(request_id)
         return left
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request of this object is unfinished. Raises TimeoutError after drain_timeout seconds."""
+        self._attach()
+        async with asyncio.timeout(drain_timeout):
+            while self._streams.num_unfinished:
+                await asyncio.sleep(_POLL_S)
 
     async def shutdown(self) -> None:
         """End the core and free the device. Unfinished requests get EngineDeadError. May be called repeatedly.

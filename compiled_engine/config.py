@@ -100,6 +100,11 @@ class ParallelConfig:
         """Number of devices of a replica."""
         return self.tensor_parallel_size * self.num_stages
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all replicas, each with a device of its own."""
+        return self.devices_per_replica * self.data_parallel_size
+
 
 @dataclass(frozen=True)
 class TransformersModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
+from compiled_engine.features.rank_calls.frontend.collective_calls import OF_ENGINES, calls_on_ranks
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.frontend.attachments import Arrivals
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
@@ -367,6 +368,41 @@ class LLM:
         """Return whether weights or KV cache are asleep: `wake_up` has not been called for them since `sleep`."""
         sleeping: bool = self._require_open().call(ControlCall("is_sleeping"))
         return sleeping
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the embeddings of images and the keys of audio that are kept on the device, with the prefix cache."""
+        self.reset_prefix_cache()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of ranks, each with a device of its own. include_dp: of all replicas, not of one."""
+        parallel = self.config.parallel
+        return parallel.num_ranks if include_dp else parallel.devices_per_replica
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the engine by its name, or a function on every rank; return a result for each rank.
+
+        method: the name of a method, see docs/rollouts.md; or a function, or its name "package.module:function", which
+            is called as `function(rank, *args, **kwargs)` between two steps, with a `Rank`. With one rank it may be any
+            callable, and take and return anything. With several ranks it must be a function of a module that their
+            processes can import, and arguments and results plain data.
+        timeout: must be None, since the call runs in this thread.
+
+        Raises ValueError for another method, ControlError if the call fails.
+        """
+        core = self._require_open()
+        if timeout is not None:
+            raise ValueError(f"timeout is {timeout}; allowed: None, since the call runs in this thread")
+        if method in OF_ENGINES:
+            return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.config.parallel.num_ranks
+        calls = calls_on_ranks(method, args, kwargs or {}, self.config, in_this_process=True)
+        results: list[Any] = update_calls.served(calls, core.call)
+        return results
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record every operator and kernel. profile_prefix: beginning of the file's name.

@@ -37,6 +37,8 @@ from compiled_engine.features.pooling.plan import PoolingPlan
 from compiled_engine.features.pooling.step_pooling import ByToken, StepPooling, TokenTypes
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
+from compiled_engine.features.rank_calls.plan import RankCalls
+from compiled_engine.features.rank_calls.step_rank_calls import StepRankCalls
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows, snapshot_rows
 from compiled_engine.features.sleep.plan import Sleep
@@ -98,6 +100,7 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
 
         features.append(KVEvents(Publisher(config.kv_events)))
     features.append(updates := WeightUpdates(executor.call))
+    features.append(RankCalls(executor.call, updates))
     if config.sleeps:
         features.append(Sleep(executor.call, updates))
     return features
@@ -207,7 +210,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
     num_ranks = config.parallel.devices_per_replica
-    features.append(StepWeightUpdates(parts.weights, config.device, rank, num_ranks, others))
+    features.append(updates := StepWeightUpdates(parts.weights, config.device, rank, num_ranks, others))
+    features.append(StepRankCalls(parts, rank, num_ranks, updates))
     if config.sleeps:
         features.append(step_sleep(parts, asleep))
     return RunnerFeatures(features, tail, advance)

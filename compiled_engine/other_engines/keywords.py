@@ -359,6 +359,9 @@ KEYS_OF_DRAFTS: dict[str, Only] = {
     "use_heterogeneous_vocab": Only((False,), "give a draft model of the same vocabulary"),
 }
 
+# The extension of vLLM's workers whose methods `collective_rpc` has.
+OPENRLHF_EXTENSION = "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap"
+
 # Unsupported features, with the values that do not use them.
 NOT_SUPPORTED: Rows = {
     **only(
@@ -370,12 +373,15 @@ NOT_SUPPORTED: Rows = {
         model_class_overrides=({},),
         scheduler_cls=(),
         worker_cls="auto",
-        worker_extension_cls="",
         enable_return_routed_experts=False,
         return_sampling_mask=False,
         aux_output_config=({},),
         watermark_config=(),
         io_processor_plugin=(),
+    ),
+    **only(
+        "leave it out: an extension reaches into vLLM's worker; collective_rpc() calls functions of yours on each rank",
+        worker_extension_cls=("", OPENRLHF_EXTENSION),
     ),
     **only(
         "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",

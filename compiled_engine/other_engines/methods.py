@@ -7,7 +7,6 @@ from typing import Any
 
 _QUEUE = "generate() takes any number of prompts, and stream() yields the output of one as it grows"
 _WEIGHTS = "update_weights() takes a folder, or tensors"
-_ONE_PROCESS = "methods cannot be called on the engine's processes"
 
 MISSING = {
     "reward": "classify() gives the scores of a model with one label",
@@ -17,8 +16,6 @@ MISSING = {
     "wait_for_completion": _QUEUE,
     "add_request": _QUEUE,
     "step": _QUEUE,
-    "collective_rpc": _ONE_PROCESS,
-    "get_world_size": _ONE_PROCESS,
     "apply_model": "the model's layers are compiled away; `compiled-engine inspect` shows what runs",
     "supported_tasks": "config.model.pooling is None for a model that generates text; else its task is what it does",
     "default_sampling_params": "get_default_sampling_params() returns a copy",

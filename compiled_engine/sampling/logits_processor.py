@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from compiled_engine.process.import_name import import_name
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
@@ -115,29 +115,13 @@ def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor |
 
 
 def _resolve(name: str, given: Any) -> Any:
-    found = _imported(name, given) if isinstance(given, str) else given
+    found = import_name(name, given) if isinstance(given, str) else given
     usable = is_processor(found) or callable(found)
     if isinstance(found, type):
         usable = has_methods(found)
     if not usable:
         what = f"{given!r}, which is {found!r}" if isinstance(given, str) else repr(given)
         raise TypeError(f"{name} is {what}; allowed: {ALLOWED}")
-    return found
-
-
-def _imported(name: str, given: str) -> Any:
-    module_name, colon, path = given.partition(":")
-    if not (module_name and colon and path):
-        raise ValueError(f"{name} is {given!r}; allowed: 'package.module:Name'")
-    try:
-        found: Any = import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise ValueError(
-            f"{name} is {given!r}, which cannot be imported ({type(error).__name__}: {error}); "
-            "allowed: 'package.module:Name' of a module on Python's path"
-        ) from error
     return found
 
 

@@ -14,7 +14,7 @@ from compiled_engine.engine.control import ControlError, PauseMode
 from compiled_engine.features.weight_updates.extras import SharedTensors
 from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast
 from compiled_engine.server.admin import require_admin
-from compiled_engine.server.errors import ApiError, bad_request, require, require_given
+from compiled_engine.server.errors import ApiError, bad_request, require
 from compiled_engine.server.options import IPC, transfer_config
 from compiled_engine.server.replies import json_response, read_body
 from compiled_engine.server.serving import Serving, serving_of
@@ -146,14 +146,8 @@ def _require_sleep_mode(serving: Serving) -> None:
 
 async def get_world_size(request: Request) -> Response:
     """Handle GET /get_world_size?include_dp=BOOLEAN."""
-    serving = _allowed(request)
-    return json_response({"world_size": world_size(serving, replicas=_switch(request, "include_dp", True))})
-
-
-def world_size(serving: Serving, *, replicas: bool = True) -> int:
-    """Return the number of ranks of all replicas or, if `replicas` is false, of one replica."""
-    parallel = serving.engine.config.parallel
-    return parallel.devices_per_replica * (parallel.data_parallel_size if replicas else 1)
+    size = await _allowed(request).engine.get_world_size(_switch(request, "include_dp", True))
+    return json_response({"world_size": size})
 
 
 async def server_info(request: Request) -> Response:
@@ -171,7 +165,7 @@ async def server_info(request: Request) -> Response:
             "tensor_parallel_size": engine.config.parallel.tensor_parallel_size,
             "pipeline_parallel_size": engine.config.parallel.num_stages,
             "data_parallel_size": engine.config.parallel.data_parallel_size,
-            "world_size": world_size(serving, replicas=False),
+            "world_size": engine.config.parallel.devices_per_replica,
         },
     }
     state = await engine.weight_update_state()
@@ -208,23 +202,23 @@ async def finish_weight_update(request: Request) -> Response:
 
 
 async def collective_rpc(request: Request) -> Response:
-    """Handle POST /collective_rpc: call one of METHODS. The answer repeats the result for each rank."""
+    """Handle POST /collective_rpc: call one of METHODS. The answer has its result for each rank."""
     body = await _body(request, CallRequest)
     serving = serving_of(request)
     require(body.method in METHODS, "method", f"one of {', '.join(METHODS)}", body.method)
     require(not body.args, "args", "empty: arguments have names", body.args)
-    result = await METHODS[body.method](serving, body.kwargs)
-    return json_response({"results": [result] * world_size(serving)})
-
-
-async def _reload(serving: Serving, arguments: dict[str, Any]) -> None:
-    path = arguments.get("weights_path")
-    require_given("weights_path", path, "in kwargs")
-    await _update(serving, UpdateInfo(path=str(path)))
-
-
-async def _reset(serving: Serving, arguments: dict[str, Any]) -> bool:
-    return await serving.engine.reset_prefix_cache(bool(arguments.get("reset_running_requests", False)))
+    kinds = METHODS[body.method]
+    for name, value in body.kwargs.items():
+        require(name in kinds, "kwargs", f"with names among {', '.join(kinds)}", name)
+        require(isinstance(value, kinds[name]), name, f"a {kinds[name].__name__}", value)
+    if "weights_path" in body.kwargs:
+        _require_allowed(serving, body.kwargs["weights_path"], "weights_path")
+    try:
+        results = await _done(serving.engine.collective_rpc(body.method, body.timeout, kwargs=body.kwargs))
+    except TimeoutError as error:
+        message = f"{body.method} has not ended within {body.timeout} s, and goes on"
+        raise ApiError(400, message, code="timeout") from error
+    return json_response({"results": results})
 
 
 async def _init(serving: Serving, info: InitInfo) -> None:
@@ -247,12 +241,7 @@ async def _init(serving: Serving, info: InitInfo) -> None:
 
 async def _update(serving: Serving, info: UpdateInfo) -> None:
     if info.path is not None:
-        folders = tuple(Path(each).resolve() for each in serving.options.allowed_weights_folder)
-        path = Path(info.path).resolve() if "\0" not in info.path else Path()
-        is_allowed = any(path.is_relative_to(folder) for folder in folders)
-        allowed = ", ".join(serving.options.allowed_weights_folder) or "--allowed-weights-folder, which is not given"
-        require(is_allowed, "path", f"a folder within {allowed}", info.path)
-        await _done(serving.engine.update_weights(path))
+        await _done(serving.engine.update_weights(_require_allowed(serving, info.path, "path")))
         return
     pickled = info.ipc_handles_pickled
     require(pickled is None, "ipc_handles_pickled", "null, since pickles are not read: see shared", pickled)
@@ -267,6 +256,16 @@ async def _update(serving: Serving, info: UpdateInfo) -> None:
     lengths = {len(names), len(dtypes), len(shapes)}
     require(len(lengths) == 1, "names, dtype_names and shapes", "of one length", sorted(lengths), param="update_info")
     await _done(serving.engine.update_weights(Broadcast(names, dtypes, shapes, info.packed)))
+
+
+def _require_allowed(serving: Serving, given: str, field: str) -> Path:
+    """Return the absolute path of a folder. Raises ApiError 400 unless it is within an allowed weights folder."""
+    folders = tuple(Path(each).resolve() for each in serving.options.allowed_weights_folder)
+    path = Path(given).resolve() if "\0" not in given else Path()
+    is_allowed = any(path.is_relative_to(folder) for folder in folders)
+    allowed = ", ".join(serving.options.allowed_weights_folder) or "--allowed-weights-folder, which is not given"
+    require(is_allowed, field, f"a folder within {allowed}", given)
+    return path
 
 
 def _backend(serving: Serving) -> str | None:
@@ -309,9 +308,11 @@ def _switch(request: Request, name: str, default: bool) -> bool:
     return value in ("true", "1")
 
 
-METHODS: dict[str, Callable[[Serving, dict[str, Any]], Awaitable[Any]]] = {
-    "reload_weights": _reload,
-    "reset_prefix_cache": _reset,
+# Methods that may be called over HTTP, with the types of their arguments. Functions are not among them.
+METHODS: dict[str, dict[str, type]] = {
+    "reload_weights": {"weights_path": str},
+    "reset_prefix_cache": {"reset_running_requests": bool},
+    "get_world_size": {"include_dp": bool},
 }
 GET: dict[str, Handler] = {
     "/is_paused": is_paused,

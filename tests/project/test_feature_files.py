@@ -38,6 +38,7 @@ FEATURES = {
         ("features.structured", "sampling.structured_outputs"),
     ),
     "sleep": (r"sleep(s|_mode|ing)?(?![a-z])(?! \()|wake_up", ("features.sleep",)),
+    "rank calls": (r"rank_calls|calls_on_ranks|call_on_ranks|collective_rpc", ("features.rank_calls",)),
     "KV events": ("kv_?events?(?![a-z])", ("features.kv_events",)),
     "KV offload": ("kv_offload|host_blocks", ("features.kv_offload",)),
     "weight updates": (r"weight_(update|version)|update_calls", ("features.weight_updates",)),

@@ -135,8 +135,9 @@ def test_a_folder_is_loaded_and_named_in_answers(
     assert 'compiled_engine:weights_info{model_name="small",version="step 7"} 1.0' in metrics
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(folders[0])}}
     ranks = trainer.get("/get_world_size")["world_size"]
-    assert trainer.post("/collective_rpc", call) == {"results": [None] * ranks}
+    assert trainer.post("/collective_rpc", call | {"timeout": 60}) == {"results": [None] * ranks}
     assert trainer.tokens() == expected[0]
+    assert trainer.post("/collective_rpc", {"method": "get_world_size"}) == {"results": [ranks] * ranks}
     assert trainer.post("/reset_prefix_cache") == {"success": True}
 
 
@@ -197,6 +198,10 @@ def test_a_trainer_that_ends_in_the_middle_of_a_transfer_changes_nothing(
     trainer.post("/update_weights", {"update_info": {"path": str(folders[0])}})
 
 
+def reload_of(folder: Any) -> dict[str, Any]:
+    return {"method": "reload_weights", "kwargs": {"weights_path": folder if isinstance(folder, int) else str(folder)}}
+
+
 def test_what_does_not_fit_is_refused_by_name(
     trainer: Trainer, folders: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -216,6 +221,10 @@ def test_what_does_not_fit_is_refused_by_name(
         ("/finish_weight_update", {}, "no weight update is under way"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format must be true"),
         ("/collective_rpc", {"method": "exit"}, "method must be one of reload_weights, reset_prefix_cache"),
+        ("/collective_rpc", {"method": "rank_functions:count"}, "method must be one of reload_weights"),
+        ("/collective_rpc", reload_of(tmp_path), "weights_path must be a folder within"),
+        ("/collective_rpc", reload_of(3), "weights_path must be a str"),
+        ("/collective_rpc", {"method": "get_world_size", "kwargs": {"x": 1}}, "kwargs must be with names among"),
     ]
     for path, body, message in refused:
         response = trainer.try_post(path, body)

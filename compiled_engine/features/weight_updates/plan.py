@@ -124,6 +124,16 @@ class WeightUpdates(PlanFeature):
         """
         return {"version": self._version, "updates": self._num_updates, "received": self._num_received}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update has been started and is neither finished nor dropped."""
+        return self._num_received is not None
+
+    def note_received(self, num_tensors: int) -> None:
+        """Note how many tensors the update under way has, after the ranks have taken some without this object."""
+        self._require_started()
+        self._num_received = num_tensors
+
     def _require_started(self) -> None:
         if self._num_received is None:
             raise ControlError("no weight update is under way; start one first")

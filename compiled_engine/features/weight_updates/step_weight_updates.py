@@ -74,9 +74,24 @@ class StepWeightUpdates(StepFeature):
 
         Raises ControlError, and stores none of these tensors, if files are missing or damaged, or a name comes twice.
         """
-        found = tensors if path is None else _mapped(path).items()
-        self._source = SEVERAL if path is None or temporary or self._tensors else Path(path)
+        if path is None:
+            return self.take_tensors(tensors)
+        found = _mapped(path).items()
+        self._source = SEVERAL if temporary or self._tensors else Path(path)
         return self._keep(found)
+
+    def take_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Store tensors of an update by reference. Return the number stored so far.
+
+        Raises ControlError, and stores none of these tensors, if a name comes twice.
+        """
+        self._source = SEVERAL
+        return self._keep(tensors)
+
+    @property
+    def num_received(self) -> int:
+        """The number of tensors stored so far."""
+        return len(self._tensors)
 
     def connect(
         self, address: str, port: int, rank_offset: int, world_size: int, packed: bool = False, backend: str = "gloo"
@@ -84,12 +99,13 @@ class StepWeightUpdates(StepFeature):
         """Join the group of a trainer, see Broadcasts, and leave an earlier one.
 
         rank_offset: the first rank of the engine in the group. backend: gloo or nccl. Raises ControlError for another
-        backend, if the group has another size than trainer and engine together, or if the trainer does not answer.
+        backend, if the group has fewer ranks than trainer and engine together, or if the trainer does not answer.
         """
         if backend not in BACKENDS:
             raise ControlError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-        if world_size != rank_offset + self._num_ranks:
-            raise ControlError(f"world_size must be rank_offset + {self._num_ranks}, got {world_size}")
+        if not 1 <= rank_offset <= world_size - self._num_ranks:
+            ranks = f"with world_size {world_size} and {self._num_ranks} ranks of the engine"
+            raise ControlError(f"rank_offset is {rank_offset}, {ranks}; allowed: 1 to world_size - {self._num_ranks}")
         self._broadcasts = None
         try:
             group = address, port, rank_offset + self._rank, world_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import inspect
 import os
 import pickle
 from typing import Any
@@ -16,14 +17,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from compiled_engine.config import ParallelConfig
 from compiled_engine.engine.control import ControlError
 from compiled_engine.features.weight_updates.extras import SharedStorage, SharedTensors
-from compiled_engine.features.weight_updates.frontend.sharing import described_tensor, share_tensors
+from compiled_engine.features.weight_updates.frontend.openrlhf_calls import update_weight_cuda_ipc
+from compiled_engine.features.weight_updates.frontend.sharing import (
+    described_tensor,
+    share_tensors,
+    shared_by_reductions,
+)
 from compiled_engine.features.weight_updates.nccl import unique_id_in
 from compiled_engine.features.weight_updates.shared_memory import DTYPES, opened
 
 GPU = "GPU-1"
+PARALLEL = ParallelConfig(1, "in_process", 1)
 
 
 def in_base64(data: bytes) -> str:
@@ -141,6 +150,66 @@ def test_a_wrong_field_is_refused_before_anything_is_opened(kind: str) -> None:
 def test_only_tensors_of_a_gpu_are_shared() -> None:
     with pytest.raises(ValueError, match="w is on 'cpu'; allowed: a GPU"):
         share_tensors({"w": torch.zeros(2)})
+
+
+def reduction(tensor: torch.Tensor, number: int, **changed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The result of PyTorch's `reduce_tensor` for a tensor on a GPU. number: of its memory."""
+    fields = {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": tensor.size(),
+        "tensor_stride": tensor.stride(),
+        "tensor_offset": tensor.storage_offset(),
+        "storage_cls": torch.TypedStorage,
+        "dtype": tensor.dtype,
+        "storage_device": 0,
+        "storage_handle": bytes([number]),
+        "storage_size_bytes": tensor.untyped_storage().nbytes(),
+        "storage_offset_bytes": 512,
+        "requires_grad": False,
+        "ref_counter_handle": b"/torch_12_345_0",
+        "ref_counter_offset": 7,
+        "event_handle": bytes(64),
+        "event_sync_required": True,
+    }
+    assert [*fields] == [*inspect.signature(rebuild_cuda_tensor).parameters]
+    return rebuild_cuda_tensor, (*(fields | changed).values(),)
+
+
+def test_what_pytorch_shares_is_described_without_being_called() -> None:
+    """As OpenRLHF sends it: by GPU, a function and its arguments."""
+    tensor = torch.arange(60, dtype=torch.bfloat16)[4:40].view(6, 6).t()
+    handles = {"GPU-0": reduction(tensor, 1), GPU: reduction(tensor, 0)}
+    shared = shared_by_reductions("w", handles)
+    assert shared.copy
+    assert set(shared.storages[0]) == {"GPU-0", GPU}
+    found, numbers = received(shared, [tensor.untyped_storage()])
+    assert numbers == [0]
+    torch.testing.assert_close(found["w"], tensor, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"w is shared with .*; allowed: a tensor on a GPU"):
+        shared_by_reductions("w", {GPU: (os._exit, (1,))})
+    with pytest.raises(ValueError, match=r"w is shared with .*; allowed: a tensor on a GPU"):
+        shared_by_reductions("w", {GPU: (rebuild_cuda_tensor, (1,))})
+    with pytest.raises(ValueError, match="allowed: one for each GPU, all alike"):
+        shared_by_reductions("w", handles | {"GPU-0": reduction(tensor, 1, tensor_offset=3)})
+    with pytest.raises(ValueError, match="allowed: one for each GPU, all alike"):
+        shared_by_reductions("w", {})
+
+
+def test_openrlhfs_tensors_have_the_shape_that_it_announces() -> None:
+    handles = {GPU: reduction(torch.zeros(3, 5), 0)}
+    calls = update_weight_cuda_ipc(PARALLEL, "w", torch.float32, torch.Size([3, 5]), handles, True)
+    assert next(calls).name == "weight_update_state"
+    assert calls.send({"received": None}).name == "start_weight_update"
+    added = calls.send(None)
+    assert (added.name, added.arguments["shared"]["names"]) == ("receive_shared_weights", ["w"])
+    assert calls.send(1).name == "finish_weight_update"
+    assert calls.throw(ControlError("it does not fit")).name == "cancel_weight_update"
+    with pytest.raises(ControlError, match="it does not fit"):
+        calls.send(None)
+    calls = update_weight_cuda_ipc(PARALLEL, "w", "float32", [5, 3], handles)
+    assert next(calls).name == "cancel_weight_update"
+    with pytest.raises(ValueError, match=r"w is announced as \('float32', \[5, 3\]\), and shared as"):
+        next(calls)
 
 
 class UniqueId(ctypes.Structure):

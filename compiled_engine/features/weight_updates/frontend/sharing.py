@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.features.weight_updates.extras import SharedStorage, SharedTensor, SharedTensors
@@ -46,9 +47,58 @@ def described_tensor(tensor: torch.Tensor, storage: int) -> SharedTensor:
     )
 
 
+def shared_by_reductions(name: str, reductions: Mapping[str, Any]) -> SharedTensors:
+    """Return the description of one tensor that PyTorch's own sharing between processes describes.
+
+    The engine copies the tensor when it receives it. reductions: by the UUID of each GPU, the result of
+    torch.multiprocessing.reductions.reduce_tensor: a function and its arguments. The function is not called. Raises
+    ValueError if it is another one than a GPU's tensor has, or if the GPUs' tensors differ in more than their memory.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    fields = [*signature(rebuild_cuda_tensor).parameters]
+    tensors, storages = [], {}
+    for uuid, (function, arguments) in reductions.items():
+        if function is not rebuild_cuda_tensor or len(arguments) != len(fields):
+            raise ValueError(f"{name} is shared with {function!r}; allowed: a tensor on a GPU")
+        given = dict(zip(fields, arguments, strict=True))
+        tensors.append(
+            SharedTensor(
+                storage=0,
+                dtype=str(given["dtype"]).removeprefix("torch."),
+                shape=[*given["tensor_size"]],
+                strides=[*given["tensor_stride"]],
+                offset=given["tensor_offset"],
+            )
+        )
+        storages[uuid] = _storage(
+            given["storage_handle"],
+            given["storage_size_bytes"],
+            given["storage_offset_bytes"],
+            given["ref_counter_handle"],
+            given["ref_counter_offset"],
+            given["event_handle"],
+            given["event_sync_required"],
+        )
+    if not tensors or any(each != tensors[0] for each in tensors):
+        raise ValueError(f"{name} has the descriptions {tensors}; allowed: one for each GPU, all alike")
+    return SharedTensors(names=[name], tensors=tensors[:1], storages=[storages], copy=True)
+
+
 def _described(storage: torch.UntypedStorage) -> SharedStorage:
     shared: Any = storage._share_cuda_()
-    _, handle, num_bytes, offset_bytes, ref_counter, ref_counter_offset, event, event_sync = shared
+    return _storage(*shared[1:])  # the first item is the device
+
+
+def _storage(
+    handle: bytes,
+    num_bytes: int,
+    offset_bytes: int,
+    ref_counter: bytes,
+    ref_counter_offset: int,
+    event: bytes,
+    event_sync: bool,
+) -> SharedStorage:
     return SharedStorage(
         handle=_text(handle),
         num_bytes=num_bytes,

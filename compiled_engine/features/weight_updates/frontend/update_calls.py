@@ -63,11 +63,11 @@ def update(
     Raises ControlError, TypeError or ValueError; an update that was started here is then dropped.
     """
     if (yield STATE)["received"] is not None:
-        yield from _received(weights, parallel, in_this_process=in_this_process)
+        yield from received(weights, parallel, in_this_process=in_this_process)
         return
     yield START
     try:
-        yield from _received(weights, parallel, in_this_process=in_this_process)
+        yield from received(weights, parallel, in_this_process=in_this_process)
         yield finish(version, recompute=recompute)
     except Exception:
         yield CANCEL
@@ -75,9 +75,21 @@ def update(
 
 
 def connect(
-    address: str, port: int, rank_offset: int, world_size: int, *, packed: bool, backend: str = "gloo"
+    parallel: ParallelConfig,
+    address: str,
+    port: int,
+    rank_offset: int,
+    world_size: int,
+    *,
+    packed: bool = False,
+    backend: str = "gloo",
 ) -> ControlCall:
-    """Return the call with which all ranks join a trainer's group, see StepWeightUpdates.connect."""
+    """Return the call with which all ranks join a trainer's group, see StepWeightUpdates.connect.
+
+    Raises ValueError with several replicas.
+    """
+    if parallel.has_replicas:
+        raise ValueError(f"data_parallel_size is {parallel.data_parallel_size}; allowed: 1")
     arguments = {"address": address, "port": port, "rank_offset": rank_offset, "world_size": world_size}
     return ControlCall("connect_weight_sender", {**arguments, "packed": packed, "backend": backend}, slow=True)
 
@@ -136,8 +148,8 @@ def _next_call(step: Callable[[], ControlCall]) -> ControlCall | StopIteration:
         return end
 
 
-def _received(weights: Any, parallel: ParallelConfig, *, in_this_process: bool) -> Calls:
-    """Yield the calls that give the weights to the core."""
+def received(weights: Any, parallel: ParallelConfig, *, in_this_process: bool) -> Calls:
+    """Yield the calls that add weights to the update under way. Arguments and errors: see `update`."""
     if isinstance(weights, str | os.PathLike):
         yield _receive(path=str(Path(weights).absolute()))
         return
