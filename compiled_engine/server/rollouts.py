@@ -14,7 +14,7 @@ from compiled_engine.engine.control import ControlError, PauseMode
 from compiled_engine.features.weight_updates.extras import SharedTensors
 from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast
 from compiled_engine.server.admin import require_admin
-from compiled_engine.server.errors import ApiError, bad_request, require, require_given
+from compiled_engine.server.errors import ApiError, bad_request, require
 from compiled_engine.server.options import IPC, transfer_config
 from compiled_engine.server.replies import json_response, read_body
 from compiled_engine.server.serving import Serving, serving_of
@@ -219,12 +219,14 @@ async def collective_rpc(request: Request) -> Response:
 
 async def _reload(serving: Serving, arguments: dict[str, Any]) -> None:
     path = arguments.get("weights_path")
-    require_given("weights_path", path, "in kwargs")
-    await _update(serving, UpdateInfo(path=str(path)))
+    require(isinstance(path, str), "weights_path", "given in kwargs, as a string", path)
+    await _update(serving, UpdateInfo(path=path))
 
 
 async def _reset(serving: Serving, arguments: dict[str, Any]) -> bool:
-    return await serving.engine.reset_prefix_cache(bool(arguments.get("reset_running_requests", False)))
+    running = arguments.get("reset_running_requests", False)
+    require(isinstance(running, bool), "reset_running_requests", "true or false", running)
+    return await serving.engine.reset_prefix_cache(running)
 
 
 async def _init(serving: Serving, info: InitInfo) -> None:

@@ -187,7 +187,10 @@ def test_a_trainer_that_ends_in_the_middle_of_a_transfer_changes_nothing(
             ending.start()
             return updated.result()
 
-    error = error_of(send())
+    negative = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1, -2]]}
+    refused = trainer.try_post("/update_weights", {"update_info": negative})
+    assert "shape of a is [-1, -2]; allowed: integers from 0" in error_of(refused)["message"]
+    error = error_of(send())  # the trainer was still connected
     assert "the trainer has ended in the middle of a transfer" in error["message"]
     assert trainer.tokens() == expected[0]
     assert trainer.get("/server_info")["weights"]["received"] == 0
@@ -216,6 +219,16 @@ def test_what_does_not_fit_is_refused_by_name(
         ("/finish_weight_update", {}, "no weight update is under way"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format must be true"),
         ("/collective_rpc", {"method": "exit"}, "method must be one of reload_weights, reset_prefix_cache"),
+        (
+            "/collective_rpc",
+            {"method": "reset_prefix_cache", "kwargs": {"reset_running_requests": "false"}},
+            "reset_running_requests must be true or false, got 'false'",
+        ),
+        (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": 5}},
+            "weights_path must be given in kwargs, as a string, got 5",
+        ),
     ]
     for path, body, message in refused:
         response = trainer.try_post(path, body)
