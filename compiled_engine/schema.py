@@ -160,6 +160,18 @@ def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str,
     return value or {}
 
 
+def require_json(name: str, value: Any) -> None:
+    """Raise TypeError, which begins with `name`, unless `value` is a mapping that is an object in JSON."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, got {value!r}")
+    if not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name} must have strings as keys, got {value!r}")
+    try:
+        json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must have values of JSON: {error}") from error
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -59,7 +59,7 @@ class FirstToken:
         images = "an image" if self.images == 1 else f"{self.images} images"
         return f"first token for {images} of {self.side:,} x {self.side:,}"
 
-    def needs(self) -> Needs:
+    def needs(self, tokens_per_step: int) -> Needs:
         return Needs(self.text + self.images * embeddings_of(self.side) + 1)
 
     def warm_up(self, llm: LLM, generator: random.Random) -> None:
@@ -96,7 +96,7 @@ class RequestsWithImages:
             f"{self.side:,} x {self.side:,}"
         )
 
-    def needs(self) -> Needs:
+    def needs(self, tokens_per_step: int) -> Needs:
         return Needs(embeddings_of(self.side) + self.prompt[1] + self.output[1])
 
     def warm_up(self, llm: LLM, generator: random.Random) -> None:

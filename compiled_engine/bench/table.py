@@ -144,7 +144,7 @@ def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> 
     """
     if isinstance(row.workload, Start):
         return True
-    needs = row.workload.needs()
+    needs = row.workload.needs(config.max_new_tokens_per_step)
     for name, limit, needed in (
         ("max_model_len", config.model.max_model_len, needs.longest),
         ("max_num_seqs", config.scheduler.max_num_seqs, needs.at_once),
@@ -257,7 +257,7 @@ def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress,
 def _measure_row(llm: LLM, row: Row, repeats: int | None, name: str, progress: Progress) -> dict[str, Any]:
     workload = row.workload
     assert not isinstance(workload, Start)
-    together = workload.needs().together
+    together = workload.needs(llm.config.max_new_tokens_per_step).together
     slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size
     if slots < together:
         raise ValueError(f"the KV cache holds {slots:,} tokens; the row needs {together:,} at once")

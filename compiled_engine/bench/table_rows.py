@@ -49,7 +49,9 @@ class Workload(Protocol):
 
     def what(self) -> str: ...
 
-    def needs(self) -> Needs: ...
+    def needs(self, tokens_per_step: int) -> Needs:
+        """Return what the workload requires of an engine whose steps yield up to `tokens_per_step` tokens a request."""
+        ...
 
     def warm_up(self, llm: LLM, generator: random.Random) -> None: ...
 
@@ -76,7 +78,7 @@ class TimePerToken:
         said = "" if self.drafts is None else f", {SAID[self.drafts]}"
         return f"time per output token, {self.batch} x {self.prompt:,} tokens of context{said}"
 
-    def needs(self) -> Needs:
+    def needs(self, tokens_per_step: int) -> Needs:
         longest = self.prompt + self.output
         return Needs(longest, self.batch, self.batch * longest)
 
@@ -103,7 +105,7 @@ class Prefill:
     def what(self) -> str:
         return f"prefill of {self.prompts} x {self.length:,} tokens"
 
-    def needs(self) -> Needs:
+    def needs(self, tokens_per_step: int) -> Needs:
         return Needs(self.length + 1)
 
     def warm_up(self, llm: LLM, generator: random.Random) -> None:
@@ -136,7 +138,7 @@ class Requests:
         common = f"{self.common:,} common + " if self.common else ""
         return self.named or f"{self.requests:,} request{'s' * (self.requests > 1)} of {common}{lengths}"
 
-    def needs(self) -> Needs:
+    def needs(self, tokens_per_step: int) -> Needs:
         return Needs(self.common + self.prompt[1] + self.output[1])
 
     def warm_up(self, llm: LLM, generator: random.Random) -> None:
@@ -177,8 +179,8 @@ class MixedStep:
     def what(self) -> str:
         return f"mixed step, {self.decodes} decodes + {self.prompt:,} tokens"
 
-    def needs(self) -> Needs:
-        longest = self.context + outputs_needed(self.steps)
+    def needs(self, tokens_per_step: int) -> Needs:
+        longest = self.context + outputs_needed(self.steps, tokens_per_step)
         together = self.decodes * longest + PROMPTS_IN_FLIGHT * (self.prompt + 1)
         most = max(longest, self.prompt + 1)
         return Needs(most, self.decodes + PROMPTS_IN_FLIGHT, together, self.decodes + self.prompt)

@@ -22,7 +22,16 @@ from compiled_engine.graphs.cache.diff import Difference, differences, flatten
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder
 from compiled_engine.graphs.cache.prune import prune as prune_cache
-from compiled_engine.graphs.cache.report import EntryReport, Nearest, existing_cache, find_key, nearest, report, short
+from compiled_engine.graphs.cache.report import (
+    EntryReport,
+    Nearest,
+    existing_cache,
+    find_key,
+    nearest,
+    report,
+    reports,
+    short,
+)
 from compiled_engine.kernels.cache_folder import damaged_kernels
 from compiled_engine.process.cache_root import default_root
 
@@ -125,10 +134,10 @@ def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
         if config.compile.cache_dir is None:
             raise ValueError("compile_cache is False: nothing is looked up")
         factors = cache_factors(config)
-        reports = _reports(existing_cache(config.compile.cache_dir))
+        entries = _reports(existing_cache(config.compile.cache_dir))
     key = factors_key(factors)
-    own = next((entry for entry in reports if entry.key == key), None)
-    near = None if own else nearest(reports, json.loads(json.dumps(factors)))
+    own = next((entry for entry in entries if entry.key == key), None)
+    near = None if own else nearest(entries, json.loads(json.dumps(factors)))
     if as_json:
         there = f"in entry {short(near.entry.key)}" if near else ""
         print_json(
@@ -245,7 +254,7 @@ def _root(cache_dir: Path | None) -> Path:
 
 
 def _reports(folder: CacheFolder | None) -> list[EntryReport]:
-    return [report(folder, key) for key in folder.entry_keys()] if folder else []
+    return reports(folder) if folder else []
 
 
 def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:

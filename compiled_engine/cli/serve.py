@@ -137,7 +137,6 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str, others: ApiServers) -> str | None:
     from compiled_engine.process.memory import freeze_heap
-    from compiled_engine.server.adapters import load_at_start
     from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
     from compiled_engine.server.connections import allow_many_files
@@ -146,7 +145,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     try:
         with bad_input_is_reported((ValueError, OSError)):
             app = build_app(engine, options, name, others.figures)
-            await load_at_start(engine, options)
+            await app.serving.adapters.load_given(engine)  # an invalid one stops the server
             others.give(Order(engine.address or "", options, name))
         with bad_input_is_reported((RuntimeError,)):
             await others.wait_ready()

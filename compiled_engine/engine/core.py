@@ -290,13 +290,14 @@ class EngineCore:
         Requests that arrive meanwhile wait. mode: "abort" ends all requests with finish_reason "abort"; "keep" stops
         them where they are; "wait" lets those that have begun run to their end, after which `is_paused` returns True.
         clear_cache: `resume` empties the prefix cache, and recomputes the kept requests' keys and values; otherwise
-        the kept requests continue with their keys and values, even if the weights change meanwhile.
+        the kept requests continue with their keys and values, even if the weights change meanwhile. A pause that
+        follows another without `resume` between them takes its mode, and clears the cache if one of the two does.
 
         Raises ValueError for another mode.
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(get_args(PauseMode))}")
-        self._pause = Pause(mode, clear_cache)
+        self._pause = Pause(mode, clear_cache or (self._pause is not None and self._pause.clear_cache))
         self._scheduler.admit_new(False)
         if mode == "abort":
             for request_id in [*self._held_back, *self._scheduler.request_ids()]:

@@ -198,7 +198,7 @@ class StepGraphs:
         values = {variant: 1} if variant else None
         key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
         if key is None:
-            self.counters.no_key(num_tokens, decodes_only)
+            self.counters.no_key(num_tokens, decodes_only, variant)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):
             self.counters.fallback(Fallback.HIDDEN_STATES, key.name)
         else:

@@ -120,7 +120,8 @@ class Tokenizer:
         """Join two texts into one token sequence, with the special tokens that the tokenizer adds to a pair of texts.
 
         first, second: the texts' token ids, without special tokens. most: the longer text is truncated until the
-        sequence has at most that many tokens; None: no limit.
+        sequence has at most that many tokens; None: no limit. Raises ValueError if `most` leaves no token for the
+        texts.
         """
         return self._backend.join(first, second, most)
 

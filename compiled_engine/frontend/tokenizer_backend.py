@@ -45,12 +45,11 @@ class PairForm:
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Return the two texts joined; see `TokenizerBackend.join`.
-
-        A `most` that is less than the number of the pair's special tokens has no effect.
-        """
-        room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
-        if room is not None and 0 <= room < len(first) + len(second):
+        """Return the two texts joined; see `TokenizerBackend.join`."""
+        num_special = sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
+        _require_room(most, num_special)
+        room = None if most is None else most - num_special
+        if room is not None and room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
             sizes = (short, room - short) if len(first) <= len(second) else (room - short, short)
             first, second = first[: sizes[0]], second[: sizes[1]]
@@ -64,6 +63,13 @@ class PairForm:
         return Pair(token_ids, start)
 
 
+def _require_room(most: int | None, num_special: int) -> None:
+    if most is not None and most <= num_special:
+        raise ValueError(
+            f"truncate_prompt_tokens must be more than {num_special}, the special tokens of a pair of texts, got {most}"
+        )
+
+
 class TokenizerBackend(Protocol):
     """Converts between text and token ids."""
 
@@ -74,7 +80,8 @@ class TokenizerBackend(Protocol):
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
         """Return two texts, given as token ids without special tokens, as a pair with special tokens.
 
-        most: the longer text is truncated until the pair has at most that many tokens; None: no limit.
+        most: the longer text is truncated until the pair has at most that many tokens; None: no limit. Raises
+        ValueError if `most` leaves no token for the texts.
         """
         ...
 
@@ -236,6 +243,7 @@ class SlowTokenizerBackend:
         return [self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] for text in texts]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
+        _require_room(most, self._hf.num_special_tokens_to_add(pair=True))
         options = {} if most is None else {"truncation": "longest_first", "max_length": most}
         joined = self._hf.prepare_for_model(first, second, return_token_type_ids=True, verbose=False, **options)  # type: ignore[attr-defined]
         return Pair.of(joined["input_ids"], joined.get("token_type_ids", ()))

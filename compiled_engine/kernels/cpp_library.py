@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import struct
 import subprocess
@@ -37,6 +38,11 @@ class CannotCompile(RuntimeError):
     """Raised if there is no C++ compiler, or if the compiler failed. The message has the reason."""
 
 
+def compiler_command() -> list[str]:
+    """Return the words of the command that compiles C++: those of the variable CXX, such as "ccache g++", or g++."""
+    return shlex.split(os.environ.get("CXX", "g++")) or [""]
+
+
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
     """Load the shared library of a C++ file from the kernel folder. Compile it first if it is missing or damaged.
@@ -45,10 +51,10 @@ def load_library(source: Path) -> ctypes.CDLL:
     is never loaded. If `kernel_folder` returns None, every process compiles the library. Raises CannotCompile.
     """
     torch.get_num_threads()  # loads torch's OpenMP first, so that the library uses its threads
-    program = shutil.which(os.environ.get("CXX", "g++"))
-    if program is None:
-        raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    command = compiler_command()
+    if shutil.which(command[0]) is None:
+        raise CannotCompile(f"no C++ compiler ({command[0]}) was found")
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     texts = (file.read_text() for file in (source, *HEADERS, *sorted(source.parent.glob("*.h"))))
     told = repr((*texts, FLAGS, version, _processor()))
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -59,13 +65,13 @@ def load_library(source: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="compiled_engine_", dir=folder) as work:
         path = Path(work) / name
         done = subprocess.run(
-            [program, *FLAGS, f"-I{Path(__file__).parent}", "-o", str(path), str(source)],
+            [*command, *FLAGS, f"-I{Path(__file__).parent}", "-o", str(path), str(source)],
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise CannotCompile(f"{program} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
+            raise CannotCompile(f"{command[0]} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
         if folder is not None:
             keep_digest(folder / name, path.read_bytes())
             path = path.replace(folder / name)

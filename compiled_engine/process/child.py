@@ -112,5 +112,6 @@ def how_it_ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
         return "has closed its connection"
     if status >= 0:
         return f"has ended with status {status}"
-    name = signal.Signals(-status).name
+    # Some real-time signals have no name.
+    name = signal.Signals(-status).name if -status in [*signal.Signals] else f"signal {-status}"
     return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")

@@ -163,6 +163,7 @@ class RayCore:
         self.socket, self._own = socket.socketpair()
         self.node = "a node that is not known"
         self._actor, self._name = actor, name
+        self._host = ""  # IP address of the node
         self._lost: str | None = None
 
     def start(self, frame: bytes) -> None:
@@ -175,8 +176,8 @@ class RayCore:
         assert isinstance(start, Start)
         elapsed_s, environment = time.perf_counter() - start.origin_s, own_environment(start.config.device.type)
         try:
-            node_id, node_address = ray.get(self._actor.node.remote())
-            self.node = f"{node_address} ({node_id[:8]})"
+            node_id, self._host = ray.get(self._actor.node.remote())
+            self.node = f"{self._host} ({node_id[:8]})"
             wrong = ray.get(self._actor.start.remote(bytes(message), elapsed_s, environment))
         except RayError as error:
             raise RuntimeError(f"{self._name} on Ray did not start: {_reason(error)}") from error
@@ -190,7 +191,7 @@ class RayCore:
 
         The result is accurate to half the time of a call to the node.
         """
-        if self.node.startswith(ray.util.get_node_ip_address()):
+        if self._host == ray.util.get_node_ip_address():
             return 0.0
         before = time.perf_counter()
         there: float = ray.get(self._actor.clock.remote())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
+from compiled_engine.kernels.cpp_library import compiler_command
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
@@ -41,7 +42,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
     """Return why nothing can be compiled on this machine, and how to change that; None if compiling is possible."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
-    compiler = os.environ.get("CXX", "g++")
+    compiler = compiler_command()[0]
     if device.type == "cpu" and shutil.which(compiler) is None:
         named = ", which CXX names," if "CXX" in os.environ else ""
         return f"compiling on a CPU needs a C++ compiler, and {compiler}{named} was not found"

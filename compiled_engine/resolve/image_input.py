@@ -13,7 +13,7 @@ from compiled_engine.config import ImageInput, ModelConfig
 from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, image_processor_settings
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.cores import usable_cores
-from compiled_engine.schema import is_integer, read_mapping, require_defaults
+from compiled_engine.schema import is_integer, read_mapping, require_defaults, require_json
 from compiled_engine.vision import VisionDescription
 
 log = logging.getLogger("compiled_engine")
@@ -68,7 +68,9 @@ def processor_settings(options: EngineOptions) -> Mapping[str, Any]:
 
     Raises TypeError or ValueError if the option is malformed.
     """
-    return _read("mm_processor_kwargs", options.mm_processor_kwargs)
+    settings = _read("mm_processor_kwargs", options.mm_processor_kwargs)
+    require_json("mm_processor_kwargs", settings)
+    return settings
 
 
 def _read(name: str, given: Any) -> Mapping[str, Any]:

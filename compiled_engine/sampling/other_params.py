@@ -80,7 +80,7 @@ OTHER_PARAMS: dict[str, OtherParam] = {
     "logits_processors": _refused("use LLM(logits_processors=[...]), which reads extra_args", None, []),
     "best_of": _refused(_NO_BEAMS, None, 1),
     "use_beam_search": _refused(_NO_BEAMS, False),
-    "length_penalty": _refused(_NO_BEAMS, 1.0),
+    "length_penalty": _refused(_NO_BEAMS, 1.0, 1),
     "early_stopping": _refused(_NO_BEAMS, False),
 }
 

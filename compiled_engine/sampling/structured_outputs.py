@@ -14,6 +14,9 @@ MAX_DEPTH = 64
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
+# Keywords of JSON schemas whose values are schemas by names that the user chooses, such as "default".
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
 # An unterminated string extends to the end of the text, so that no part is read twice.
 _STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\]{}]")
@@ -130,7 +133,9 @@ def _closed(schema: str) -> str:
             if isinstance(value.get("properties"), dict):
                 value.setdefault("additionalProperties", False)
             for name, inner in value.items():
-                if name not in ("const", "enum", "default", "examples"):
+                if name in _NAMED_SCHEMAS and isinstance(inner, dict):
+                    close([*inner.values()])
+                elif name not in ("const", "enum", "default", "examples"):
                     close(inner)
         elif isinstance(value, list):
             for inner in value:

@@ -13,7 +13,10 @@ MOST_NAMES = 1000
 
 
 class AdapterNames:
-    """Maps names to loaded adapters, in the order in which the names were added."""
+    """Maps names to loaded adapters, in the order in which the names were added.
+
+    requests: the adapters given at the start, which `load_given` loads.
+    """
 
     def __init__(self, requests: Iterable[LoRARequest] = ()) -> None:
         self._requests = {request.lora_name: request for request in requests}
@@ -25,6 +28,11 @@ class AdapterNames:
 
     def get(self, name: str) -> LoRARequest | None:
         return self._requests.get(name)
+
+    async def load_given(self, engine: AsyncLLM) -> None:
+        """Load the adapters given at the start. Raises the errors of `AsyncLLM.load_adapter`."""
+        for name, request in self._requests.items():
+            self._digests[name] = await engine.load_adapter(request)
 
     async def load(
         self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False, within: tuple[Path, ...] = ()

@@ -1,4 +1,4 @@
-"""Load adapters at start-up, and load and unload them at run time.
+"""Load and unload adapters at run time.
 
 A request selects an adapter by giving its name as `model`. The routes exist only if the option allowed_lora_folder is
 set.
@@ -13,12 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, require, shown
-from compiled_engine.server.lora_modules import adapters_of
-from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import read_body
 from compiled_engine.server.serving import serving_of
 
@@ -38,15 +35,6 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_int_id: int | None = None
-
-
-async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
-    """Load the adapters of `lora_modules`, so that an invalid adapter stops the server at start-up.
-
-    Raises the errors of `AsyncLLM.load_adapter`.
-    """
-    for request in adapters_of(options):
-        await engine.load_adapter(request)
 
 
 async def load_adapter(request: Request) -> Response:

@@ -94,12 +94,13 @@ class Answer:
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
         """Return (log-probabilities of the prompt, length of the prompt's text in characters).
 
-        `entries` are the log-probabilities of the prompt's tokens as the engine returns them. Returns None unless the
+        `entries` are the log-probabilities of the prompt's tokens as the engine returns them; those of a request that
+        was aborted may be of the first tokens alone. Returns None unless the
         request asks for the prompt's log-probabilities, by giving both `echo` and `logprobs`.
         """
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
-        ids, text = output.prompt_token_ids, self.echoed(output)
+        ids, text = output.prompt_token_ids[: len(entries)], self.echoed(output)
         first, special = "", frozenset[int]()
         if self.tokenizer is not None:
             first, special = first_text(self.tokenizer, ids, self.params), self.tokenizer.special_ids
@@ -239,7 +240,7 @@ async def answer_events(
             of_prompt = of_prompts.setdefault(prompt, [])
             of_prompt += output.prompt_logprobs or ()
             waiting[prompt] = waiting.get(prompt, []) + output.outputs
-            if shows_prompt and len(of_prompt) < len(output.prompt_token_ids):
+            if shows_prompt and len(of_prompt) < len(output.prompt_token_ids) and not output.finished:
                 continue
             if prompt not in echoed:
                 echoed[prompt] = answer.echoed_logprobs(output, of_prompt)

@@ -380,7 +380,7 @@ class ResponseEvents:
         yield from self._close("incomplete" if cut else "completed")
         self.response.usage = usage
         self.response.status = "incomplete" if cut else "completed"
-        if cut:
+        if finish_reason == "length":  # no reason of the API's fits a pause
             self.response.incomplete_details = IncompleteDetails("max_output_tokens")
         yield self._event(f"response.{self.response.status}", response=self.response)
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -147,10 +148,11 @@ def cpp_compiler() -> dict[str, Any]:
     entry's artifacts when it loads them.
     """
     command = _cpp_command()
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    words = shlex.split(command)
+    version = subprocess.run([*words, "--version"], capture_output=True, text=True, check=True).stdout
     return {
         "command": command,
-        "path": os.path.realpath(shutil.which(command) or command),
+        "path": os.path.realpath(shutil.which(words[0]) or words[0]),
         "version": version.split("\n")[0],
         "headers": [sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include")],
     }

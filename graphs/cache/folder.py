@@ -93,9 +93,10 @@ class CacheFolder:
         The lock is also released when the process ends. If another process holds the lock, waits for it, and logs this
         after `notice_after_s` seconds; with `wait` False, raises BlockingIOError instead.
         """
-        path = self._lock(key)
+        path, entry = self._lock(key), self.entry(key)
         noticed_at = time.monotonic() + notice_after_s
         while True:
+            is_new = not path.exists()
             handle = _open_lock(path)
             try:
                 while not _try_lock(handle):
@@ -106,6 +107,8 @@ class CacheFolder:
                         log.warning("waiting for another process that compiles the same model (it holds %s)", path)
                     time.sleep(_POLL_S)
                 if _is_same_file(handle, path):  # and was not removed while we waited
+                    if is_new and entry.exists():  # to take the lock is no use, see last_used
+                        os.utime(handle, (time.time(), entry.stat().st_mtime))
                     yield
                     return
             finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_engine.graphs.cache.folder import CacheFolder
-from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, report
+from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, reports
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def prune(
     deleted, too. Keys whose lock another process holds are skipped; their entries are returned with `removed` False if
     they should be deleted. Engines that run with an entry are not affected, since they use a copy.
     """
-    doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
+    doomed = dict(_doomed(reports(cache), now, older_than_s, max_bytes))
     done = []
     for key in cache.all_keys():
         try:

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def report(cache: CacheFolder, key: str) -> EntryReport:
     created = entry.lstat().st_mtime
     size, off = folder_bytes(entry), _passes_off(entry, factors)
     return EntryReport(key, entry, factors, off, size, created, cache.last_used(key), damage)
+
+
+def reports(cache: CacheFolder) -> list[EntryReport]:
+    """Return the states of all entries. An entry that another process removes meanwhile is left out."""
+    found = []
+    for key in cache.entry_keys():
+        with suppress(FileNotFoundError):
+            found.append(report(cache, key))
+    return found
 
 
 def find_key(keys: Sequence[str], wanted: str) -> str:

@@ -105,7 +105,8 @@ def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
     """Return the values that are defined before the plan's step number `place`, and read by a later step or returned.
 
-    Step `place` itself counts as later. Raises ValueError for a value without a row per token.
+    Step `place` itself counts as later. Wider dtypes come first, so that each value's bytes are aligned to its elements
+    for any number of tokens. Raises ValueError for a value without a row per token.
     """
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
@@ -113,7 +114,8 @@ def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
     unknown = sorted(index for index in defined & read if index not in known)
     if unknown:
         raise ValueError(f"values {unknown} of the plan cannot be sent between stages")
-    return tuple(known[index] for index in sorted(defined & read))
+    crossing = [known[index] for index in sorted(defined & read)]
+    return tuple(sorted(crossing, key=lambda value: -_dtype(value).itemsize))
 
 
 def _renumbered(source: Input, layers: range) -> Input:

@@ -208,6 +208,7 @@ class Fallback(Enum):
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
+    NO_VARIANT = "no graph of the forward's variant, such as that with images, was captured"
     HIDDEN_STATES = "prompt log-probabilities need the hidden states"
 
 
@@ -233,9 +234,14 @@ class GraphCounters:
         self._replays[key] += 1
         self._padded_tokens += key.num_tokens - num_tokens
 
-    def no_key(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch for which the dispatcher has no graph; count nothing if it has no graphs at all."""
-        if decodes_only and self._dispatcher.keys:
+    def no_key(self, num_tokens: int, decodes_only: bool, variant: str = "") -> None:
+        """Count a batch for which the dispatcher has no graph; count nothing if it has no graphs at all.
+
+        variant: that of the forward.
+        """
+        if self._dispatcher.keys and all(key.variant != variant for key in self._dispatcher.keys):
+            self.fallback(Fallback.NO_VARIANT, f"{num_tokens} tokens")
+        elif decodes_only and self._dispatcher.keys:
             self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
         elif self._dispatcher.token_keys:
             self.fallback(Fallback.TOO_LARGE, f"{num_tokens} tokens")

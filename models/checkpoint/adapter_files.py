@@ -191,10 +191,11 @@ def _parse(folder: Path, config: bytes, header: bytes, size: int) -> tuple[JsonF
     fields.require_values(", the only method that is supported", peft_type="LORA")
     _check_config(fields)
     try:
-        tensors = msgspec.json.decode(header, type=dict[str, StoredTensor])
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)  # whose fields may have any names
+        tensors = {name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    tensors.pop("__metadata__", None)
     if len(tensors) > MOST_TENSORS:
         raise _too_many(path)
     end = 0

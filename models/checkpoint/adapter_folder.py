@@ -155,7 +155,7 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
 
     known: the names of the base model's modules. An adapter's name that is not known is tried without `language_model`,
     which multimodal checkpoints add, and with the prefix `model` added or removed. Raises ValueError for a module that
-    the base model lacks, and for two linears with the same name in the base model.
+    the base model lacks, and for two linears or two embeddings with the same name in the base model.
     """
     found, unknown = {}, []
     for module in (*adapter.linears, *adapter.embeddings):
@@ -167,9 +167,10 @@ def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
             unknown.append(module)
     if unknown:
         raise ValueError(f"{adapter.path}: the base model has no linear {name_some(unknown, 3)}")
-    linears = [found[module] for module in adapter.linears]
-    if twice := [name for name, count in Counter(linears).items() if count > 1]:
-        raise ValueError(f"{adapter.path}: its names of {twice[0]} are several; allowed: one for each linear")
+    for modules in (adapter.linears, adapter.embeddings):
+        counts = Counter(found[module] for module in modules)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{adapter.path}: its names of {twice[0]} are several; allowed: one for each module")
     return found
 
 

@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, MOST_BYTES, WEIGHTS_FILE
 from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, WHOLE_FILE
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
@@ -133,7 +133,7 @@ def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot
 def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
     """Return a snapshot with the two files of a LoRA adapter, downloaded if necessary.
 
-    Raises the errors of `find_checkpoint`.
+    Raises the errors of `find_checkpoint`, and ValueError for weights above the limit of adapter files.
     """
     if all(_cached(repository, name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
         folder = _cached(repository, WEIGHTS_FILE)
@@ -143,6 +143,8 @@ def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
         listed = _list_files(repository)
         if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in listed]:
             raise ValueError(f"{_named(repository)}, which has no {missing[0]}; allowed: an adapter as safetensors")
+        if (size := listed[WEIGHTS_FILE]) > MOST_BYTES:
+            raise ValueError(f"{_named(repository)}, whose {WEIGHTS_FILE} has {size:,} bytes; allowed: {MOST_BYTES:,}")
         folder = _download_first(repository, CONFIG_FILE)
         _download(repository, folder, [WEIGHTS_FILE], listed, progress)
     return Snapshot(folder, f"from {constants.ENDPOINT}")

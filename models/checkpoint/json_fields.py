@@ -51,11 +51,16 @@ class JsonFields:
 
     @classmethod
     def from_file(cls, path: Path) -> JsonFields:
-        """Read a JSON file. Raises ValueError if the file is missing, a Git LFS pointer, not JSON, or not an object."""
+        """Read a JSON file.
+
+        Raises ValueError if the file is missing, not readable, a Git LFS pointer, not JSON, or not an object.
+        """
         try:
             text = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{path} is missing{_what_is_there(path.parent)}") from None
+        except OSError as error:  # such as a folder
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         return cls.from_text(path, text)
 
     @classmethod
@@ -134,6 +139,18 @@ class JsonFields:
             raise self.error(name, "a list of finite numbers above 0")
         return tuple(map(float, value))
 
+    def token_id(self, name: str) -> int | None:
+        """Return the field's whole number of at least 0; None if the field is missing or null."""
+        value: int | None = self.values.get(name)
+        self.require(name, value is None or _is_token_id(value), "a token id")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """Return the field's list of token ids; an empty one if the field is missing or null."""
+        value = self._value(name, [])
+        self.require(name, isinstance(value, list) and all(map(_is_token_id, value)), "a list of token ids")
+        return tuple(value)
+
     def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
@@ -165,6 +182,10 @@ class JsonFields:
         if value is None and default is None:
             raise ValueError(f"{self.source}: the field {name} is missing")
         return default if value is None else value
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _what_is_there(folder: Path) -> str:

@@ -8,6 +8,7 @@ the last part of a module's type name is compared, since versions of sentence-tr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -303,7 +304,7 @@ def stated_length(path: Path) -> tuple[int, str] | None:
     if LENGTH in fields:
         return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
     length = _json(path / TOKENIZER).values.get(TOKENIZER_LENGTH) if (path / MODULES).is_file() else None
-    if isinstance(length, int | float) and length >= 1:
+    if isinstance(length, int | float) and math.isfinite(length) and length >= 1:
         return int(length), f"{TOKENIZER_LENGTH} of {TOKENIZER}"
     return None
 

@@ -15,22 +15,28 @@ def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
     """Return the rules in the checkpoint's folder; None if generation_config.json or a token id of REQUIRED is missing.
 
     longest: the most tokens, of the prompt and the generated text together, that the engine accepts. Raises ValueError
-    for a damaged file.
+    for a damaged file, and for a field of another type.
     """
     path = folder / FILE
-    values = JsonFields.from_file(path).values if path.is_file() else {}
-    if not all(isinstance(values.get(name), int) for name in REQUIRED):
+    fields = JsonFields.from_file(path) if path.is_file() else JsonFields(str(path), {})
+    start, no_timestamps, eos = (fields.token_id(name) for name in REQUIRED)
+    if start is None or no_timestamps is None or eos is None:
         return None
-    languages = values.get("lang_to_id") or {}
     return SpeechRules(
-        start=values["decoder_start_token_id"],
-        no_timestamps=values["no_timestamps_token_id"],
-        eos=values["eos_token_id"],
-        most_tokens=min(int(values.get("max_length") or longest), longest),
-        languages={name.strip("<|>"): token for name, token in languages.items()},
-        tasks=values.get("task_to_id") or {},
-        suppressed=tuple(values.get("suppress_tokens") or ()),
-        suppressed_first=tuple(values.get("begin_suppress_tokens") or ()),
-        before_context=values.get("prev_sot_token_id"),
-        latest_first=values.get("max_initial_timestamp_index"),
+        start=start,
+        no_timestamps=no_timestamps,
+        eos=eos,
+        most_tokens=min(fields.integer("max_length", longest), longest),
+        languages={name.strip("<|>"): token for name, token in _named(fields, "lang_to_id").items()},
+        tasks=_named(fields, "task_to_id"),
+        suppressed=fields.token_ids("suppress_tokens"),
+        suppressed_first=fields.token_ids("begin_suppress_tokens"),
+        before_context=fields.token_id("prev_sot_token_id"),
+        latest_first=fields.token_id("max_initial_timestamp_index"),
     )
+
+
+def _named(fields: JsonFields, name: str) -> dict[str, int]:
+    """Return the object of token ids by name in the field `name`; an empty one if the field is missing or null."""
+    section = fields.section(name)
+    return {each: token for each in section.values if (token := section.token_id(each)) is not None}

@@ -112,9 +112,10 @@ def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
         if isinstance(values.get(name), dict):
             values[name] = _of_one_dimension(values[name])
     if SECTION in fields:
-        stated = fields.section(SECTION).values
-        names = {name: [text_name(each) or each for each in stated[name]] for name in MODULE_LISTS if stated.get(name)}
-        values[SECTION] = stated | names
+        stated = fields.section(SECTION)
+        lists = [name for name in MODULE_LISTS if stated.values.get(name)]
+        names = {name: [text_name(each) or each for each in stated.texts(name)] for name in lists}
+        values[SECTION] = stated.values | names
     return JsonFields(section.source, {name: v for name, v in values.items() if name != "vision_config"}), wrapper
 
 

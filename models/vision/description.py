@@ -10,6 +10,9 @@ from compiled_engine.models.foreign.description import IMPORTING
 from compiled_engine.models.vision.families import FAMILIES, UNTRACEABLE, Family
 from compiled_engine.vision import VisionDescription
 
+# Families whose embeddings are computed from patches alone, without the tower's class token.
+_WITHOUT_CLASS_TOKEN = ("internvl", "llava_next")
+
 
 def describe_vision(config_json: str) -> VisionDescription | None:
     """Return the description of a checkpoint's vision tower; None if it has no tower that the engine runs.
@@ -25,7 +28,7 @@ def describe_vision(config_json: str) -> VisionDescription | None:
     config = read_vision_config(config_json)
     if family.vision_types and config.vision_config.model_type not in family.vision_types:
         return None
-    if family.name == "llava_next" and config.vision_feature_select_strategy != "default":
+    if family.name in _WITHOUT_CLASS_TOKEN and config.vision_feature_select_strategy != "default":
         return None
     if family.stated_positions and not _is_supported_gemma4(config):
         return None
@@ -40,7 +43,12 @@ def why_not_described(config_json: str) -> str:
 
     config_json: text of the checkpoint's config.json, for which `describe_vision` returns None.
     """
-    kind = (json.loads(config_json).get("vision_config") or {}).get("model_type")
+    values = json.loads(config_json)
+    kind = (values.get("vision_config") or {}).get("model_type")
+    family = FAMILIES.get((values.get("architectures") or [""])[0])
+    strategy = values.get("vision_feature_select_strategy", "default")
+    if family is not None and family.name in _WITHOUT_CLASS_TOKEN and strategy != "default":
+        return f"vision_feature_select_strategy is {strategy!r} instead of 'default', and its text model runs alone"
     if kind in UNTRACEABLE:
         return f"its vision tower {kind} {UNTRACEABLE[kind]}, and its text model runs alone"
     return "its vision tower is not supported, and its text model runs alone"

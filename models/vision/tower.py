@@ -276,9 +276,7 @@ def internvl_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
     (states,) = hidden_states(tower, pixels_NCHW, [config.vision_feature_layer])
     if config.vision_feature_layer == -1:
         states = tower.layernorm(states)
-    states_NPD = by_tile(states, len(pixels_NCHW))
-    if config.vision_feature_select_strategy == "default":
-        states_NPD = states_NPD[:, 1:]
+    states_NPD = by_tile(states, len(pixels_NCHW))[:, 1:]  # without the class token
     side = math.isqrt(states_NPD.shape[1])
     joined = model.pixel_shuffle(states_NPD.unflatten(1, (side, side)), scale_factor=config.downsample_ratio)
     return model.multi_modal_projector(joined.flatten(0, 2).unsqueeze(0))

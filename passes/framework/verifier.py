@@ -19,7 +19,7 @@ from torch import fx
 from compiled_engine.passes.framework.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, PassResult
 from compiled_engine.passes.framework.matching import aten, is_call
-from compiled_engine.passes.framework.parameter import compute
+from compiled_engine.passes.framework.parameter import KV_SCALES, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 
 # Allowed error of the rewrite relative to the original's, and, for another order of summation, in units in the last
@@ -151,7 +151,10 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:
         if leaf is None:
-            return compute(parameter_of(packed), run.inputs.parameter)
+            parameter = parameter_of(packed)
+            computed = compute(parameter, run.inputs.parameter)
+            # Scales that a pass adds change nothing if they are 1, as without a checkpoint's.
+            return torch.ones_like(computed) if parameter.role == KV_SCALES else computed
         written = (run.snapshots[leaf, call] for call in old_inner if (leaf, call) in run.snapshots)
         recorded = next(written, run.values[leaf])
         return recorded.clone() if isinstance(recorded, torch.Tensor) else recorded
@@ -250,12 +253,15 @@ def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor
     """Return None if `found` is about as close to the oracle as `expected`, row by row; otherwise the problem, as text.
 
     expected, oracle: results of the original region in its own dtypes and in fp32. found: the rewrite's result. Shapes
-    and dtypes of `expected` and `found` must be equal. Elements that are infinite or not floating-point must be equal.
+    and dtypes of `expected` and `found` must be equal. Elements that are infinite, 8-bit codes or not floating-point
+    must be equal.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
-    if not expected.is_floating_point() or not expected.numel():
-        return None if torch.equal(expected, found) else "has other elements"
+    if expected.dtype not in ULPS or not expected.numel():
+        codes = expected.is_floating_point() and expected.itemsize == 1
+        before, after = (each.view(torch.uint8) if codes else each for each in (expected, found))
+        return None if torch.equal(before, after) else "has other elements"
     width = expected.shape[-1] if expected.dim() else 1
     rows = [t.float().reshape(-1, width) for t in (expected, oracle, found)]
     alike = rows[0].isinf() & (rows[0] == rows[1]) & (rows[0] == rows[2])  # such as scores of experts that are left out

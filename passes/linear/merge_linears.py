@@ -206,6 +206,7 @@ def _packed_name(names: tuple[str, ...]) -> str:
     split = [name.split(".") for name in names]
     if len({len(parts) for parts in split}) > 1:  # {q_proj,forget_gate.f_a_proj}
         before, after = _num_equal(split), _num_equal([parts[::-1] for parts in split])
+        after = min(after, min(map(len, split)) - before)  # of model.model.w and model.w
         split = [[*x[:before], ".".join(x[before : len(x) - after]), *x[len(x) - after :]] for x in split]
     steps = [
         column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)

@@ -469,7 +469,8 @@ def _round_inputs(
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     parsed, norm = rounding_of(rounding), (norm_weight_K, eps, norm_offset, norm_wide)
-    if why_not_by_kernel(x_TK.shape[1], parsed, x_TK.device) is not None:
+    columns = x_TK.shape[1] // 2 if activation else x_TK.shape[1]
+    if why_not_by_kernel(columns, parsed, x_TK.device) is not None:
         return reference(x_TK, static_1, rounding, *norm, activation)
     return launch(x_TK, parsed, static_1, *norm, activation)
 

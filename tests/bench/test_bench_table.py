@@ -18,7 +18,7 @@ from compiled_engine.bench.processes import ProcessError
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.bench.table import make_plan, measure
 from compiled_engine.bench.table_comparison import compare, is_slower, with_peers
-from compiled_engine.bench.table_rows import BUNDLED, ON_A_CPU, Start, chosen, known_rows, rows_of
+from compiled_engine.bench.table_rows import BUNDLED, ON_A_CPU, MixedStep, Start, chosen, known_rows, rows_of
 from compiled_engine.cli.app import app
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.checkpoint.config_reader import read_model_config
@@ -95,6 +95,12 @@ def test_an_own_model_has_the_rows_that_fit_it(tmp_path: Path) -> None:
     assert plan.notes == ("left out: max_model_len is 400; row model-prefill-2x500 needs at least 501",)
     with pytest.raises(ValueError, match="max_model_len is 400; row model-prefill-2x500 needs at least 501"):
         make_plan(given, ["model-prefill-*"], with_curves=False, folder=tmp_path)
+
+
+def test_a_mixed_step_needs_the_tokens_that_drafts_may_yield() -> None:
+    alone, drafted = (MixedStep(4, 100).needs(tokens) for tokens in (1, 5))
+    assert drafted.longest - 128 == 5 * (alone.longest - 128)
+    assert drafted.together - alone.together == 4 * (drafted.longest - alone.longest)
 
 
 def test_what_fails_has_an_error_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def test_kept_requests_end_as_if_there_had_been_no_pause(
         before = (await engine.metrics())["preemptions"]
         _, stream = await begun(engine, PROMPTS[0])
         await engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        await engine.pause_generation(mode="keep", clear_cache=False)  # does not undo the clearing
         assert await engine.is_paused()
         later = asyncio.ensure_future(collect(engine.generate(PROMPTS[1], LONG, output="final")))
         await stands_still(engine)

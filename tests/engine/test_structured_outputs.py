@@ -235,14 +235,18 @@ def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, given: dict[st
 
 
 def test_objects_are_closed_where_that_is_asked_for() -> None:
-    """Objects with properties are closed unless they state otherwise; values that only look like a schema are kept."""
+    """Objects with properties are closed unless they state otherwise; values that only look like a schema are kept.
+
+    Properties may have the names of keywords.
+    """
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
     open_one = {"type": "object", "properties": {}, "additionalProperties": True}
-    schema = {"type": "object", "properties": {"a": inner, "o": open_one}, "$defs": {"d": inner}, "default": inner}
+    properties = {"a": inner, "o": open_one, "enum": inner, "properties": inner}
+    schema = {"type": "object", "properties": properties, "$defs": {"default": inner}, "default": inner}
     given = StructuredOutputs(json=schema, disable_additional_properties=True)
     closed = inner | {"additionalProperties": False}
-    properties = {"a": closed, "o": open_one}
-    expected = schema | {"properties": properties, "$defs": {"d": closed}, "additionalProperties": False}
+    properties = {"a": closed, "o": open_one, "enum": closed, "properties": closed}
+    expected = schema | {"properties": properties, "$defs": {"default": closed}, "additionalProperties": False}
     assert json.loads(str(given.json)) == expected
     assert json.loads(str(StructuredOutputs(json=schema).json)) == schema
 

@@ -101,6 +101,21 @@ def test_a_dry_run_says_the_same_and_deletes_nothing(root: Path, cache: CacheFol
     assert len(would) == 5
 
 
+def test_pruning_uses_no_entry(cache: CacheFolder) -> None:
+    (cache.path / f"{KEYS[0]}.lock").unlink()
+    os.utime(cache.entry(KEYS[0]), (NOW - 99, NOW - 99))
+    for _ in range(2):
+        (would,) = prune(cache, now=NOW, older_than_s=50, dry_run=True)
+        assert would.path.name == KEYS[0]
+
+
+def test_an_entry_that_goes_while_others_are_read_is_no_error(
+    cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CacheFolder, "entry_keys", lambda folder: ["f" * 32, *KEYS])
+    assert [item.key for item in prune(cache, now=NOW, older_than_s=25)] == [KEYS[0]]
+
+
 def test_what_another_process_has_is_left_alone(root: Path, cache: CacheFolder) -> None:
     """Of what was not to be deleted nothing is said."""
     leave(root, KEYS[2])

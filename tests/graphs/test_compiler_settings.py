@@ -95,15 +95,18 @@ def _compilers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_compilers")
-@pytest.mark.parametrize("way", ["by path", "by name", "by link"])
+@pytest.mark.parametrize("way", ["by path", "by name", "by link", "with arguments"])
 def test_the_compiler_is_that_of_the_caller(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "my_g++"
-    compiler.write_text("#!/bin/sh\n[ $1 = --version ] && echo 'my compiler 7' && echo 'no warranty'\n")
+    compiler.write_text(
+        "#!/bin/sh\n[ $1 = -O1 ] && shift\n[ $1 = --version ] && echo 'my compiler 7' && echo 'no warranty'\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     link = tmp_path / "link"
     link.symlink_to(compiler)
-    command = {"by path": str(compiler), "by name": "my_g++", "by link": str(link)}[way]
+    given = {"by path": str(compiler), "by name": "my_g++", "by link": str(link)}
+    command = given.get(way, f"{compiler} -O1")
     monkeypatch.setenv("CXX", command)
     monkeypatch.setattr(environment, "settings_of", lambda compiler: None)
     assert cpp_compiler() == {

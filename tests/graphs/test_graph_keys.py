@@ -220,6 +220,9 @@ def test_why_a_batch_has_no_graph(
     found = counted.metrics()
     assert found["graph_fallbacks_by_reason"] == ({} if reason is None else {reason.value: 1})
     assert found["graph_fallbacks"] == (0 if reason is None else 1)
+    counted.no_key(20, decodes_only, "images")
+    if reason is not None:
+        assert counted.metrics()["graph_fallbacks_by_reason"][Fallback.NO_VARIANT.value] == 1
 
 
 def test_the_first_batch_of_decodes_without_a_graph_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from pass_cases import BIASED, CPU, GEMMA2, PHI3, QWEN3, QWEN3_MOE, RANGES, Family
@@ -86,6 +88,35 @@ class Attends(GraphPass):
     splitting_ops = (SplittingOp("tests::attend_somehow", lambda x_T: None, attends=True),)
 
 
+def plan_of(function: Callable[[torch.Tensor], object]) -> Plan:
+    """Return the plan of a function of an input [T, 4]."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env), shape_env.ignore_fresh_unbacked_symbols():
+        num_tokens = shape_env.create_unbacked_symint()
+        shape_env.constrain_symbol_range(num_tokens.node.expr, 2, 64)
+        module = make_fx(function)(torch.empty(num_tokens, 4))
+    for node in module.graph.find_nodes(op="placeholder"):
+        node.meta["source"] = Source("argument", "x_TD")
+    return make_plan(module.graph, split(module.graph), ("x_TD",))[0]
+
+
+def test_values_of_several_dtypes_are_unpacked_for_any_number_of_tokens() -> None:
+    def function(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half_TD, sums_T = x_TD.bfloat16()[:, :3], x_TD.sum(1)
+        attend_somehow(x_TD)
+        return (half_TD + sums_T.unsqueeze(1),)
+
+    register_pass(Attends())
+    try:
+        border = stage_plan(plan_of(function), stages_of((1, 0), 1)[0]).sent
+    finally:
+        unregister_pass("attends_somehow")
+    assert border is not None
+    assert len({value.dtype for value in border.values}) == 2
+    values = [torch.randn(3, *each.row_shape).to(getattr(torch, each.dtype)) for each in border.values]
+    assert all(map(torch.equal, border.unpack(border.pack(values), 3), values))
+
+
 def test_what_has_no_row_for_each_token_is_not_carried_and_refused_between_stages() -> None:
     """Tables of transformers' code have a batch of one before the tokens, and rows of pairs have a step's length."""
 
@@ -95,16 +126,9 @@ def test_what_has_no_row_for_each_token_is_not_carried_and_refused_between_stage
         attend_somehow(x_TD)
         return rows_TD + table_1TD.squeeze(0) + tokens_T.unsqueeze(1) * total + pairs_TT @ x_TD, x_TD
 
-    shape_env = ShapeEnv()
-    with FakeTensorMode(shape_env=shape_env), shape_env.ignore_fresh_unbacked_symbols():
-        num_tokens = shape_env.create_unbacked_symint()
-        shape_env.constrain_symbol_range(num_tokens.node.expr, 2, 64)
-        module = make_fx(function)(torch.empty(num_tokens, 4))
-    for node in module.graph.find_nodes(op="placeholder"):
-        node.meta["source"] = Source("argument", "x_TD")
     register_pass(Attends())
     try:
-        plan, _ = make_plan(module.graph, split(module.graph), ("x_TD",))
+        plan = plan_of(function)
         assert sorted(value.row_shape for value in plan.carried) == [(), (4,)]
         assert Plan.from_json(plan.to_json()) == plan
         with pytest.raises(ValueError, match="cannot be sent between stages"):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
@@ -23,6 +24,7 @@ from compiled_engine.kernels.cache_folder import (
 from compiled_engine.kernels.checked_files import CheckedFiles
 from compiled_engine.kernels.cpp_library import load_library
 from compiled_engine.process.child import environment_variables
+from compiled_engine.resolve.compile import compiler_obstacle
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -45,6 +47,15 @@ def damage(path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.unlink()
     path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("root")
+def test_the_command_of_the_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    monkeypatch.setenv("CXX", "env g++ -DANSWER=7")
+    assert answer_of(source) == 7
+    assert compiler_obstacle(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("part", [".so", ".sha256"])

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.models.checkpoint.adapter_files import stamp
-from compiled_engine.models.checkpoint.adapter_folder import read_adapter
+from compiled_engine.models.checkpoint.adapter_folder import Adapter, LowRank, match_modules, read_adapter
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 
@@ -410,6 +410,19 @@ def test_a_linear_with_two_names_is_refused(base: tuple[Path, torch.nn.Module], 
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(ValueError, match=r"its names of model\.layers\.0\.self_attn\.q_proj are several; allowed: one"):
         merge(read_adapter(folder), map_tensors(path), torch.float32)
+
+
+def test_an_embedding_with_two_names_is_refused(tmp_path: Path) -> None:
+    matrices = LowRank(torch.zeros(2, 8), torch.zeros(4, 2), 1.0)
+    adapter = Adapter(tmp_path, "", {}, dict.fromkeys(("model.embed_tokens", "embed_tokens"), matrices))
+    with pytest.raises(ValueError, match=r"its names of model\.embed_tokens are several; allowed: one"):
+        match_modules(adapter, ["model.embed_tokens"])
+
+
+def test_metadata_may_have_any_names(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter", base[1], targets=("q_proj",))
+    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS, {"shape": "[2]", "data_offsets": "none"})
+    assert read_adapter(folder).rank
 
 
 def test_replaced_files_have_another_digest(base: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:

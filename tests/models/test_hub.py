@@ -22,7 +22,9 @@ from mtp_layers import FILE, MIMO, write_mtp_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 
+from compiled_engine.models.checkpoint import hub as hub_files
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 
 COMMIT, OLD = "1" * 40, "0" * 40
@@ -401,3 +403,11 @@ def test_a_folder_comes_before_the_hub_and_needs_nothing_of_it(tmp_path: Path, m
 def test_what_names_no_repository(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         resolve(EngineOptions(device="cpu", **options))
+
+
+def test_an_adapter_that_is_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"adapter_config.json": 9, "adapter_model.safetensors": 20 << 30}
+    monkeypatch.setattr(hub_files, "_list_files", lambda repository: listed)
+    repository = hub_files.Repository("lora_path", "org/large", "main", tmp_path)
+    with pytest.raises(ValueError, match=r"org/large.*, whose adapter_model.safetensors has 21,474,836,480 bytes"):
+        hub_files.find_adapter(repository, SilentProgress())

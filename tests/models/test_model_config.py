@@ -17,6 +17,8 @@ from compiled_engine.config import LengthAngles, ModelConfig, RopeConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.families import FAMILIES
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.speech_rules import read_speech_rules
 from compiled_engine.models.textbook.rope import RotaryEmbedding, inverse_frequencies
 
 ARCHITECTURES = {
@@ -429,3 +431,35 @@ def test_an_unknown_architecture_is_refused_with_the_known_and_the_nearest(tmp_p
     path = write(tmp_path, "Qwen3NextForCausalLM")
     expect_error(path, "'Qwen3NextForCausalLM'", *FAMILIES, "nearest name is Qwen3ForCausalLM")
     expect_error(write(tmp_path, "BertModel"), "'BertModel'", "nearest")
+
+
+def test_a_folder_in_place_of_a_file_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^{tmp_path} cannot be read: Is a directory$"):
+        JsonFields.from_file(tmp_path)
+
+
+SPEECH = {"decoder_start_token_id": 1, "no_timestamps_token_id": 9, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eos_token_id": [2]}, r"eos_token_id must be a token id, got \[2\]"),
+        ({"max_length": [448]}, r"max_length must be a whole number of at least 1, got \[448\]"),
+        ({"suppress_tokens": 5}, "suppress_tokens must be a list of token ids, got 5"),
+        ({"begin_suppress_tokens": [-1]}, r"begin_suppress_tokens must be a list of token ids, got \[-1\]"),
+        ({"lang_to_id": [3]}, r"lang_to_id must be an object, got \[3\]"),
+        ({"task_to_id": {"transcribe": [4]}}, r"task_to_id: transcribe must be a token id, got \[4\]"),
+        ({"prev_sot_token_id": True}, "prev_sot_token_id must be a token id, got True"),
+    ],
+    ids=str,
+)
+def test_rules_of_speech_of_another_type_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(SPEECH | {"lang_to_id": {"<|en|>": 3}, "suppress_tokens": [7]}))
+    rules = read_speech_rules(tmp_path, 50)
+    assert rules is not None
+    assert (rules.most_tokens, rules.languages, rules.suppressed) == (50, {"en": 3}, (7,))
+    path.write_text(json.dumps(SPEECH | fields))
+    with pytest.raises(ValueError, match=message):
+        read_speech_rules(tmp_path, 50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_a_transformer_states_its_length_and_lower_case(name: str, tmp_path: Pat
     assert (stated_length(tmp_path), read(tmp_path).lower_case) == ((20, f"max_seq_length of {file.name}"), True)
 
 
-@pytest.mark.parametrize(("length", "found"), [(20, 20), (1e30, int(1e30)), (None, None), ("long", None)])
+@pytest.mark.parametrize(
+    ("length", "found"), [(20, 20), (1e30, int(1e30)), (None, None), ("long", None), (math.inf, None)]
+)
 def test_the_length_may_be_the_tokenizers(length: Any, found: int | None, tmp_path: Path) -> None:
     """sentence-transformers reads it unless the transformer module has a length; in other folders it has no such
     meaning."""

@@ -85,6 +85,9 @@ def test_modules_that_are_not_quantised_have_the_text_models_names() -> None:
     assert wrapper == "Qwen3VLForConditionalGeneration"
     named = fields.section("quantization_config").texts("modules_to_not_convert")
     assert named == ["model.layers.0.mlp", "model.visual.merger", "lm_head", "re:.*gate$"]
+    stated["modules_to_not_convert"] = "lm_head"
+    with pytest.raises(ValueError, match="modules_to_not_convert must be a list of strings, got 'lm_head'"):
+        text_model(JsonFields("config.json", whole | {"quantization_config": stated}))
 
 
 def test_a_multimodal_configuration_may_name_the_text_models_architecture() -> None:

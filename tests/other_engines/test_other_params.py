@@ -69,6 +69,7 @@ ASK_NOTHING: list[tuple[str, Any]] = [
     ("best_of", 1),
     ("use_beam_search", False),
     ("length_penalty", 1.0),
+    ("length_penalty", 1),
     ("early_stopping", False),
 ]
 WITHOUT_EFFECT: list[tuple[str, Any]] = [

@@ -218,6 +218,7 @@ def test_the_contract_counts_values_that_several_matrices_are_multiplied_with() 
     [
         (("model.0.a.w", "model.0.b.w"), "model.0.{a,b}.w"),
         (("model.0.a.w", "model.0.gate.b.w"), "model.0.{a,gate.b}.w"),
+        (("model.model.w", "model.w"), "model.{model,}.w"),
     ],
 )
 def test_names_are_packed_piece_by_piece(names: tuple[str, ...], packed: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import linecache
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pass_cases import (
+    CPU,
     FAMILIES,
     GEMMA3,
     PHI3,
@@ -22,14 +24,19 @@ from pass_cases import (
     run_all,
     traced,
 )
+from tiny_models import tiny_config
 from torch import fx
 
 from compiled_engine.attention.op import ATTENTION
+from compiled_engine.graphs.compiler.signature import forward_signature
+from compiled_engine.graphs.compiler.trace import trace, without_storage
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.framework.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.framework.matching import named
 from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
+from compiled_engine.passes.framework.verifier import copy_of, verify_rewrites
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
 
@@ -133,3 +140,12 @@ def test_attention_over_an_fp8_cache_gets_the_scales_of_its_layer() -> None:
         name = f"attention.{layer}.kv_scales"
         assert parameter_of(arguments["kv_scales_2K"]) == Parameter(name, (2, heads), "float32", KV_SCALES)
         assert result.notes[layer].startswith(f"{cache}: scales of keys and values")
+
+
+def test_scales_of_an_fp8_cache_are_verified_as_those_of_a_checkpoint_without_any() -> None:
+    config = tiny_config("Qwen3ForCausalLM", 1)
+    config = replace(config, cache=replace(config.cache, kv_dtype="fp8_e4m3"))
+    graph = trace(without_storage(build_model(config.model), CPU), forward_signature(config)).for_range(SMALL).graph
+    before = copy_of(graph)
+    result = KVScales().run(graph)
+    assert verify_rewrites(KVScales.name, before, graph, result, SMALL, CPU) == 1

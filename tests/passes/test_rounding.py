@@ -21,6 +21,7 @@ from compiled_engine.passes.framework.rounding import (
     weight_codes,
     weight_scales,
 )
+from compiled_engine.passes.linear import round_inputs as round_inputs_op
 from compiled_engine.passes.linear.round_inputs import by_formula
 from compiled_engine.quantisation import Rounding
 
@@ -197,3 +198,13 @@ def test_values_are_codes_less_zeros_times_scales() -> None:
     assert decode(codes, scales, Rounding("uint4", 1, 4), zeros).tolist() == expected
     of_eight = [[-3.5, -3.0, 3.5, -4.0, -10.0, -8.0, -6.0, -4.0]]
     assert decode(codes, scales, Rounding("int4", 1, 4)).tolist() == of_eight
+
+
+def test_kernels_round_as_many_columns_as_remain_of_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(round_inputs_op, "launch", lambda x_TK, *given, activation="": launched.append(given[-1]))
+    x_TK = torch.zeros(1, 2 * round_inputs_op.MOST_COLUMNS)
+    round_inputs_op._round_inputs(x_TK, None, "e4m3 1x*", activation="silu")
+    assert launched == ["silu"]
+    assert round_inputs_op._round_inputs(x_TK, None, "e4m3 1x*")[0].shape == x_TK.shape
+    assert launched == ["silu"]

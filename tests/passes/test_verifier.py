@@ -355,3 +355,11 @@ def test_infinite_elements_must_be_equal() -> None:
         found = row.clone()
         found[0, place] = value
         assert difference(row, row, found) is not None
+
+
+def test_codes_of_eight_bits_must_be_equal() -> None:
+    codes = torch.randn(2, 8).to(torch.float8_e4m3fn)
+    other = codes.clone()
+    other.view(torch.uint8)[1, 3] ^= 1
+    assert difference(codes, codes, codes) is None
+    assert difference(codes, codes, other) == "has other elements"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.engine.control import Failed
+from compiled_engine.process.child import how_it_ended
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import core_child, ranks, run_core, start_cores
@@ -466,3 +468,8 @@ def test_a_start_that_fails_is_told_and_raises_nothing(monkeypatch: pytest.Monke
     with pytest.raises(EOFError):
         connection.receive()
     connection.close()
+
+
+def test_signals_without_a_name_are_told_by_number() -> None:
+    process: Any = SimpleNamespace(wait=lambda timeout_s: -40)
+    assert how_it_ended(process, 0.0) == "was killed by signal 40"

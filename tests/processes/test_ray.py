@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -187,6 +188,25 @@ def check_unfit(fails_early: bool, what: str) -> None:
     core = replicas.RayCore(unfit_actor(fails_early), "replica 0 of 2")
     with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
         core.start(order)
+    core.close(0)
+
+
+def test_a_node_whose_address_begins_as_this_ones_has_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are compared whole: the node is 10.0.0.12, this machine 10.0.0.1."""
+    here = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setattr(replicas, "ray", SimpleNamespace(get=lambda value: value, util=here))
+    answers: dict[str, Any] = {"node": ("0" * 40, "10.0.0.12"), "start": ["injected"], "clock": -5.0, "close": None}
+    actor = SimpleNamespace(
+        **{name: SimpleNamespace(remote=lambda *given, a=answer: a) for name, answer in answers.items()}
+    )
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
+    core = replicas.RayCore(actor, "replica 0 of 2")
+    with pytest.raises(ValueError, match=r"cannot run on node 10\.0\.0\.12 \(00000000\) of the Ray cluster: injected"):
+        core.start(frame(encode(Start(config, frontend, (), 1, progress=False, origin_s=0.0, spans=()))))
+    assert core.clock_ahead_s() > 4.0
+    here.get_node_ip_address = lambda: "10.0.0.12"
+    assert core.clock_ahead_s() == 0.0
     core.close(0)
 
 

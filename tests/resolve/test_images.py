@@ -153,6 +153,12 @@ def test_options_of_images_need_a_multimodal_checkpoint(option: str, value: Any,
     assert resolve(EngineOptions(device="cpu", limit_mm_per_prompt={"image": 0})).image_input is None
 
 
+def test_arguments_of_the_processor_are_values_of_json(tmp_path: Path) -> None:
+    for given, message in (({"size": {1}}, "must have values of JSON: "), ({1: 2}, "must have strings as keys")):
+        with pytest.raises(TypeError, match=f"^mm_processor_kwargs {message}"):
+            resolved(tmp_path, QWEN, mm_processor_kwargs=given)
+
+
 def test_an_unknown_kind_of_media_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit_mm_per_prompt has 'images'; allowed: image, video, audio"):
         resolved(tmp_path, QWEN, limit_mm_per_prompt={"images": 1})

@@ -143,6 +143,20 @@ def test_an_adapter_that_is_replaced_is_dropped_with_its_last_name() -> None:
     asyncio.run(serve())
 
 
+def test_adapters_of_the_start_are_dropped_with_their_last_names() -> None:
+    async def serve() -> None:
+        engine: Any = Engine()
+        names = AdapterNames([LoRARequest("first", 1, "a")])
+        await names.load_given(engine)
+        await names.load(engine, "same", "a")
+        await names.unload(engine, "same")
+        assert engine.dropped == []
+        await names.unload(engine, "first")
+        assert engine.dropped == ["content of a"]
+
+    asyncio.run(serve())
+
+
 def test_of_two_that_load_a_name_at_once_one_is_refused() -> None:
     async def serve() -> None:
         engine: Any = Engine()

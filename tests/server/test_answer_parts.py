@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,23 @@ def test_a_prompt_that_is_scored_has_no_completion() -> None:
         assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert whole["usage"] == last["usage"]
     assert whole["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("scored", [0, 2])
+def test_an_aborted_prompt_is_echoed_with_the_log_probabilities_that_it_has(scored: int) -> None:
+    def given() -> Any:
+        return completion_answer(echo=True, logprobs=1)
+
+    async def outputs() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        whole = Script([[[]]], prompt_logprobs=True)._output([], True, True)
+        completion = CompletionOutput(0, "", [], None, [], "abort", "the engine is paused")
+        yield 0, replace(whole, prompt_logprobs=list(whole.prompt_logprobs or ())[:scored], outputs=[completion])
+
+    (choice,) = built(asyncio.run(completions.whole_answer(given(), outputs())))["choices"]
+    (part,) = collected(completions.answer_events(given(), outputs()))
+    for each in (choice, *part["choices"]):
+        assert (each["text"], each["finish_reason"]) == ("abc", "abort")
+        assert each["logprobs"]["tokens"] == ["a", "b"][:scored]
 
 
 def test_fields_that_were_not_requested() -> None:

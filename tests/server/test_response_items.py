@@ -281,6 +281,8 @@ def test_a_response_that_is_cut_is_incomplete_in_its_last_item() -> None:
     assert (events[-1]["type"], whole.status) == ("response.incomplete", "incomplete")
     assert msgspec.to_builtins(whole.incomplete_details) == {"reason": "max_output_tokens"}
     assert [item.status for item in whole.output] == ["completed"] * 3 + ["incomplete"] * 2
+    whole, _ = events_of("abort")  # by a pause
+    assert (whole.status, whole.incomplete_details) == ("incomplete", None)
 
 
 def test_a_response_without_text_has_no_item() -> None:

@@ -188,7 +188,10 @@ def test_a_trainer_that_ends_in_the_middle_of_a_transfer_changes_nothing(
             ending.start()
             return updated.result()
 
-    error = error_of(send())
+    negative = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1, -2]]}
+    refused = trainer.try_post("/update_weights", {"update_info": negative})
+    assert "shape of a is [-1, -2]; allowed: integers from 0" in error_of(refused)["message"]
+    error = error_of(send())  # the trainer was still connected
     assert "the trainer has ended in the middle of a transfer" in error["message"]
     assert trainer.tokens() == expected[0]
     assert trainer.get("/server_info")["weights"]["received"] == 0
@@ -225,6 +228,11 @@ def test_what_does_not_fit_is_refused_by_name(
         ("/collective_rpc", reload_of(tmp_path), "weights_path must be a folder within"),
         ("/collective_rpc", reload_of(3), "weights_path must be a str"),
         ("/collective_rpc", {"method": "get_world_size", "kwargs": {"x": 1}}, "kwargs must be with names among"),
+        (
+            "/collective_rpc",
+            {"method": "reset_prefix_cache", "kwargs": {"reset_running_requests": "false"}},
+            "reset_running_requests must be a bool",
+        ),
     ]
     for path, body, message in refused:
         response = trainer.try_post(path, body)

@@ -105,6 +105,8 @@ class AnswerReader:
         """
         record = self._record
         record.end = now - self._start
+        if self._rest.removeprefix(b"data:").strip() == b"[DONE]":  # a last line without an end
+            self._is_done = True
         if status != 200:
             self.fail(f"HTTP {status}", self._beginning.decode(errors="replace"))
         elif record.error is None and not self._is_done:

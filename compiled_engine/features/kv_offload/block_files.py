@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 import zlib
+from io import FileIO
 from pathlib import Path
 
 log = logging.getLogger("compiled_engine")
@@ -57,7 +58,7 @@ class BlockFiles:
                 magic, checksum, size = HEADER.unpack(file.read(HEADER.size))
                 if (magic, size) != (MAGIC, row.nbytes):
                     raise ValueError(f"it has {size} bytes of a block; expected: {row.nbytes}")
-                if (count := file.readinto(row)) != size:
+                if (count := _read_all(file, row)) != size:
                     raise ValueError(f"it has {count} bytes instead of {size}")
             if zlib.crc32(row) != checksum:
                 raise ValueError("its bytes do not match its checksum")
@@ -87,6 +88,14 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def _read_all(file: FileIO, row: memoryview) -> int:
+    """Fill `row` from a file, whose reads return 2 GiB at most. Return the number of bytes read."""
+    count = 0
+    while new := file.readinto(row[count:]):
+        count += new
+    return count
 
 
 def _remove(path: Path) -> None:

@@ -76,16 +76,13 @@ class StepWeightUpdates(StepFeature):
         """
         if path is None:
             return self.take_tensors(tensors)
-        found = _mapped(path).items()
-        self._source = SEVERAL if temporary or self._tensors else Path(path)
-        return self._keep(found)
+        return self._keep(_mapped(path).items(), SEVERAL if temporary else Path(path))
 
     def take_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Store tensors of an update by reference. Return the number stored so far.
 
         Raises ControlError, and stores none of these tensors, if a name comes twice.
         """
-        self._source = SEVERAL
         return self._keep(tensors)
 
     @property
@@ -121,21 +118,23 @@ class StepWeightUpdates(StepFeature):
     ) -> int:
         """Store tensors that the trainer broadcasts. Return the number stored so far. packed: see Broadcasts.receive.
 
-        Raises ControlError, and stores none of these tensors, if there is no group, a dtype is not allowed, the trainer
-        ends meanwhile, or a name comes twice.
+        Raises ControlError, and stores none of these tensors, if there is no group, a dtype or shape is not allowed,
+        the trainer ends meanwhile, or a name comes twice.
         """
         if self._broadcasts is None:
             raise ControlError("no trainer is connected; initialise the weight transfer first")
         allowed = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
         if wrong := sorted(set(dtypes) - allowed.keys()):
             raise ControlError(f"dtype is {wrong[0]!r}; allowed: {', '.join(allowed)}")
+        for name, shape in zip(names, shapes, strict=True):
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ControlError(f"shape of {name} is {shape}; allowed: integers from 0")
         announced = [(name, allowed[dtype], shape) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)]
         try:
             received = [*self._broadcasts.receive(announced, packed)]
         except RuntimeError as error:
             self._broadcasts = None
             raise ControlError(f"the trainer has ended in the middle of a transfer: {error}") from error
-        self._source = SEVERAL
         return self._keep(received)
 
     def take_shared(self, shared: dict[str, Any]) -> int:
@@ -145,15 +144,13 @@ class StepWeightUpdates(StepFeature):
         ControlError, and stores none of these tensors, if the description is invalid, its memory cannot be opened, or a
         name comes twice.
         """
-        found = opened(shared, gpu_uuid(self._device), self._open_storage)
-        if not shared.get("copy"):
-            return self._keep(found)
-        copies = [(name, kept_copy(tensor)) for name, tensor in found]
-        torch.cuda.synchronize(self._device)
-        self._source = SEVERAL
-        return self._keep(copies)
+        found: Iterable[tuple[str, torch.Tensor]] = opened(shared, gpu_uuid(self._device), self._open_storage)
+        if shared.get("copy"):
+            found = [(name, kept_copy(tensor)) for name, tensor in found]
+            torch.cuda.synchronize(self._device)
+        return self._keep(found)
 
-    def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]], source: Path = SEVERAL) -> int:
         found: dict[str, torch.Tensor] = {}
         repeated: list[str] = []
         for name, tensor in tensors:
@@ -162,6 +159,7 @@ class StepWeightUpdates(StepFeature):
             found[name] = tensor.detach()
         if repeated:
             raise ControlError(f"tensors that come twice in one update: {name_some(repeated)}")
+        self._source = SEVERAL if self._tensors else source
         self._tensors |= found
         return len(self._tensors)
 

@@ -196,6 +196,14 @@ def test_an_image_that_the_tower_cannot_take_is_refused_before_anything_runs(che
     for settings, message in REFUSED[checkpoint.oracle.architecture]:
         with pytest.raises(ValueError, match=message):
             llm.generate({**prompt, "mm_processor_kwargs": settings}, GREEDY)
+    for name, given, message in [
+        ("mm_processor_kwargs", [], "must be a dict, got \\[\\]"),
+        ("mm_processor_kwargs", {1: 2}, "must have strings as keys, got {1: 2}"),
+        ("mm_processor_kwargs", {"size": float("nan")}, "must have values of JSON: "),
+        ("multi_modal_uuids", ["one"], "must be a dict such as {'image': name}, got \\['one'\\]"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            llm.generate({**prompt, name: given}, GREEDY)
     assert len(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids) == 5
 
 

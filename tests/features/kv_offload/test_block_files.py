@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,20 @@ def test_a_block_is_read_as_it_was_written(tmp_path: Path) -> None:
     files.remove("ab01")
     files.remove("ab01")
     assert read(files, "ab01") is None
+
+
+class ShortReads(FileIO):
+    """A file whose reads end before what was asked for, as those of more than 2 GiB do."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:999]) or 0
+
+
+def test_a_block_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = BlockFiles(tmp_path)
+    files.write("ab01", row(1))
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: ShortReads(path, mode))
+    assert read(files, "ab01") == row(1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,11 @@ from speech_models import (
 
 from compiled_engine import LLM
 from compiled_engine.features.speech.frontend.audio import decoded_audio, resampled
+from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
 from compiled_engine.features.speech.frontend.quiet_windows import windows_of
 from compiled_engine.features.speech.frontend.transcription import Transcription
+from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.speech import SpeechRules
 
 OPTIONS: dict[str, Any] = {
     "mode": "eager",
@@ -188,3 +193,14 @@ def test_windows_cover_the_audio_once() -> None:
     assert all(0 < len(window.samples_N) <= RATE for window in windows)
     starts = [round(window.start * RATE) for window in windows]
     assert starts == [sum(len(window.samples_N) for window in windows[:number]) for number in range(len(windows))]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_window_that_does_not_come_to_its_end_is_an_error(reason: str) -> None:
+    rules = SpeechRules(1, 9, 2, 50, {"en": 3}, {"transcribe": 4}, (), (), None, None)
+    decoder = WindowDecoder(rules, Wanted("en", "transcribe", (), (0.0,), False), lambda token_ids: "")
+    failed: Any = SimpleNamespace(outputs=[CompletionOutput(0, "", [], None, None, reason, "logits are NaN")])
+    for decoding in (decoder.window(None, "en"), replace(decoder, wanted=Wanted()).language(None)):
+        next(decoding)
+        with pytest.raises(RuntimeError, match="window of the audio was not transcribed to its end: logits are NaN"):
+            decoding.send(failed)

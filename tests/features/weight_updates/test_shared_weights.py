@@ -10,6 +10,7 @@ import ctypes
 import inspect
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,10 +18,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from compiled_engine.config import ParallelConfig
 from compiled_engine.engine.control import ControlError
+from compiled_engine.features.weight_updates import step_weight_updates
 from compiled_engine.features.weight_updates.extras import SharedStorage, SharedTensors
 from compiled_engine.features.weight_updates.frontend.openrlhf_calls import update_weight_cuda_ipc
 from compiled_engine.features.weight_updates.frontend.sharing import (
@@ -30,6 +33,7 @@ from compiled_engine.features.weight_updates.frontend.sharing import (
 )
 from compiled_engine.features.weight_updates.nccl import unique_id_in
 from compiled_engine.features.weight_updates.shared_memory import DTYPES, opened
+from compiled_engine.features.weight_updates.step_weight_updates import StepWeightUpdates
 
 GPU = "GPU-1"
 PARALLEL = ParallelConfig(1, "in_process", 1)
@@ -145,6 +149,29 @@ def test_a_wrong_field_is_refused_before_anything_is_opened(kind: str) -> None:
 
     with pytest.raises(ControlError, match=message):
         list(opened(data, GPU, open_storage))
+
+
+class Model:
+    """Keeps the origin of the tensors that it is to check."""
+
+    def check(self, tensors: dict[str, torch.Tensor], source: Path) -> None:
+        self.source = source
+
+
+def test_errors_name_no_folder_if_shared_tensors_have_joined_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_weight_updates, "gpu_uuid", lambda device: GPU)
+    save_file({"v": torch.zeros(2)}, tmp_path / "model.safetensors")
+    model: Any = Model()
+    storage = torch.zeros(15).untyped_storage()
+    update = StepWeightUpdates(model, torch.device("cpu"), 0, 1, open_storage=lambda shared: storage)
+    update.take(str(tmp_path))
+    update.check()
+    assert model.source == tmp_path
+    assert update.take_shared(shared_pair()) == 2
+    update.check()
+    assert model.source == step_weight_updates.SEVERAL
 
 
 def test_only_tensors_of_a_gpu_are_shared() -> None:

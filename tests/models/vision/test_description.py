@@ -9,7 +9,7 @@ import pytest
 import torch
 from vision_models import ARCHITECTURES, PLACEHOLDER, VOCAB_SIZE, random_image, vision_config, vision_model
 
-from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.models.vision.description import describe_vision, why_not_described
 from compiled_engine.models.vision.inputs import check_image, num_embeddings
 from compiled_engine.models.vision.positions import image_positions
 from compiled_engine.vision import VisionDescription
@@ -69,6 +69,10 @@ def test_other_checkpoints_have_no_description() -> None:
     assert describe_vision(json.dumps({"model_type": "llama"})) is None
     pixtral = vision_config("LlavaForConditionalGeneration", vision_config={"model_type": "pixtral"})
     assert describe_vision(pixtral) is None
+    for name in ("InternVL", "LlavaNext"):
+        whole = vision_config(f"{name}ForConditionalGeneration", vision_feature_select_strategy="full")
+        assert describe_vision(whole) is None
+        assert why_not_described(whole).startswith("vision_feature_select_strategy is 'full' instead of 'default'")
 
 
 @pytest.mark.parametrize("architecture", WITH_POSITIONS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -27,6 +26,7 @@ from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
 from compiled_engine.process.smallest_first import Stopped, never
+from compiled_engine.schema import require_json
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig, ImageInput, ImagesConfig
@@ -128,13 +128,8 @@ class ImageRequests(RequestFeature):
                 f"{name} has {len(given)} images; allowed: at most {self._config.max_images} (limit_mm_per_prompt)"
             )
         _check_names(prompt.part_name(NAMES), prompt.data.get(NAMES), len(given))
-        settings = prompt.data.get(SETTINGS) or {}
-        if not isinstance(settings, Mapping):
-            raise TypeError(f"{prompt.part_name(SETTINGS)} must be a dict, got {settings!r}")
-        try:
-            json.dumps(dict(settings))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{prompt.part_name(SETTINGS)} must have values of JSON: {error}") from error
+        settings = {} if prompt.data.get(SETTINGS) is None else prompt.data[SETTINGS]
+        require_json(prompt.part_name(SETTINGS), settings)
         key = [f"[{index}]" if several else "" for index in range(len(given))]
         names = [
             each.name if isinstance(each, ImageUrl) else f"{name}['image']{key[index]}"
@@ -376,9 +371,9 @@ def _check_names(name: str, given: Any, num_images: int) -> None:
     name: the argument's name in errors. given: a dict such as {"image": name or list of names}; None for no names.
     Names have no effect, as an image's content identifies it.
     """
-    names = given.get("image") if isinstance(given, Mapping) else given
+    names = given.get("image") if isinstance(given, Mapping) else None
     several = names if isinstance(names, list | tuple) else [names] * num_images
-    if not all(each is None or isinstance(each, str) for each in several) or isinstance(given, str):
+    if not isinstance(given, Mapping | None) or not all(isinstance(each, str | None) for each in several):
         raise TypeError(f"{name} must be a dict such as {{'image': name}}, got {given!r}")
     if len(several) != num_images:
         raise ValueError(f"{name} has {len(several)} names of images; allowed: {num_images}, one for each")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from compiled_engine.features.speech.extras import TRANSCRIPTION
 from compiled_engine.features.speech.frontend.transcription import Asked, Decoding
+from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.speech import SpeechRules
 
@@ -95,8 +96,8 @@ class WindowDecoder:
         if self.wanted.language is not None or not languages:
             return self.wanted.language or "en"
         allowed = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[*languages.values()])
-        output = yield Asked(_prompt(audio, (self.rules.start,)), allowed)
-        (token,) = output.outputs[0].token_ids
+        completion = _completed((yield Asked(_prompt(audio, (self.rules.start,)), allowed)))
+        (token,) = completion.token_ids
         return next(code for code, each in languages.items() if each == token)
 
     def window(self, audio: Any, language: str) -> Decoding[Decoded]:
@@ -120,7 +121,7 @@ class WindowDecoder:
             stop_token_ids=[self.rules.eos],
             extra_args={TRANSCRIPTION: "timestamps" if self.wanted.timestamps else "text"},
         )
-        (completion,) = (yield Asked(_prompt(audio, first_ids), params)).outputs
+        completion = _completed((yield Asked(_prompt(audio, first_ids), params)))
         tokens = tuple(completion.token_ids)
         kept = tuple(token for token in tokens if token != self.rules.eos)
         raw = self.text_of(kept).encode()
@@ -136,6 +137,15 @@ class WindowDecoder:
         if rules.languages:
             ids += [rules.languages[language], rules.tasks[wanted.task]]
         return tuple(ids) if wanted.timestamps else (*ids, rules.no_timestamps)
+
+
+def _completed(output: RequestOutput) -> CompletionOutput:
+    """Return the only completion of a prompt. Raises RuntimeError if it has failed or was aborted."""
+    (completion,) = output.outputs
+    if completion.finish_reason in ("abort", "error"):
+        reason = completion.stop_reason or "its request was aborted"
+        raise RuntimeError(f"a window of the audio was not transcribed to its end: {reason}")
+    return completion
 
 
 def _prompt(audio: Any, ids: Sequence[int]) -> dict[str, Any]:

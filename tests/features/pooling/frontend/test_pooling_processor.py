@@ -94,6 +94,9 @@ def test_pairs_are_joined_and_cut_as_the_tokenizer_does(kind: str, form: str, te
         backend.enable_truncation(most, strategy="longest_first")
     expected = backend.encode(*pair)
     bare = [tokenizer.encode(text, add_special_tokens=False) for text in pair]
+    num_special = backend.num_special_tokens_to_add(True)
+    with pytest.raises(ValueError, match=rf"^truncate_prompt_tokens must be more than {num_special}, .* got "):
+        tokenizer.join(bare[0], bare[1], num_special)
     joined = tokenizer.join(bare[0], bare[1], most)
     assert joined.token_ids == expected.ids
     assert joined.second == (expected.type_ids.index(1) if 1 in expected.type_ids else None)
