@@ -73,7 +73,7 @@ class HeadRecipe:
 
 
 class TrainedHead(Protocol):
-    """A head in fp32. In shapes, B are windows, T positions, V the tokens that the head knows."""
+    """A head in fp32, made on the CPU. In shapes, B are windows, T positions, V the tokens that the head knows."""
 
     model: nn.Module  # all parameters, those of the bundled model too
     trained: nn.ModuleList  # the modules that are trained
@@ -102,6 +102,7 @@ class Eagle3:
     """An EAGLE-3 head: the model's embedding and rows of its output projection, and random weights."""
 
     def __init__(self, recipe: HeadRecipe, target: PreTrainedModel, known_V: Tensor) -> None:
+        """Make the head. target: the bundled model. known_V: the tokens that the head knows, ascending."""
         model = bundled_shape()
         head = HeadConfig(target_size=model.hidden_size, num_aux_layers=len(LAYERS), vocab_size=len(known_V))
         self.shape = replace(
@@ -174,11 +175,12 @@ class Mtp:
     """
 
     def __init__(self, recipe: HeadRecipe, target: PreTrainedModel, known_V: Tensor) -> None:
+        """Make the layer. target: the bundled model. known_V: not used, as the layer knows all tokens."""
         shape = bundled_shape()
         shape = replace(one_layer(shape), head=HeadConfig(shape.hidden_size, 0, shape.vocab_size))
         self.model = make_mtp_layer(ARCHITECTURES[shape.architecture](shape), shape)
         self.model.mtp.proj.to_empty(device="cpu")
-        self.known_V = torch.arange(shape.vocab_size, device=known_V.device)
+        self.known_V = torch.arange(shape.vocab_size)
         fill_at_random(self.model, recipe.seed)
         with torch.no_grad():
             self.model.model.embed_tokens.weight.copy_(_weight(target.get_input_embeddings()))
