@@ -210,7 +210,8 @@ def resolve_draft(
         if given["method"] == EAGLE3:
             draft, aux_layers = _head(options, given, config, reasons, progress)
         elif given["method"] == MTP:
-            draft = read_mtp_layer(config.model, config.scheduler.max_model_len, resolve_cache_dir(options))
+            longest, cache_dir = config.scheduler.max_model_len, resolve_cache_dir(options)
+            draft = read_mtp_layer(config.model, longest, cache_dir, config.reasons)
         else:
             draft = _draft_model(options, given, config, reasons, progress)
         _check_ranks(given, draft, config.parallel.tensor_parallel_size)

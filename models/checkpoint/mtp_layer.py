@@ -63,6 +63,18 @@ class Layout:
         found = [match["prefix"] for name in names if (match := hidden_norm.fullmatch(self.spelled(name)))]
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
+    def num_layers(self, names: Collection[str]) -> int:
+        """Return the number of MTP layers in a checkpoint. names: the names of its tensors.
+
+        Each layer has a prefix of its own or, in Qwen's spelling, a number of its own after a common prefix.
+        """
+        prefixes = self.prefixes(names)
+        if not prefixes:
+            return 0
+        numbered = re.escape(self.decoder_layer).replace("0", r"\d+")
+        of_layer = re.compile(f"({'|'.join(map(re.escape, prefixes))}){numbered}")
+        return len({match[0] for name in names if (match := of_layer.match(self.spelled(name)))})
+
     def own_name(self, name: str) -> str | None:
         """Return a tensor's name in the engine's draft model, whose only decoder layer is the MTP layer.
 
@@ -105,18 +117,22 @@ LAYOUTS = {
         hidden_first=True,
         fields=_ATTENDS,
     ),
+    "Qwen3ForCausalLM": _QWEN,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
 }
 
 
-def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
+def read_mtp_layer(
+    target: ModelConfig, max_model_len: int, cache_dir: Path | None, reasons: dict[str, str]
+) -> ModelConfig:
     """Return the configuration of a draft model that consists of the MTP layer in the checkpoint of `target`.
 
     max_model_len: the layer accepts positions up to this length. cache_dir: see `find_description`. If the weights are
-    not downloaded yet, only the headers of their files on the hub are read. Raises ValueError if no MTP layer is known
-    for the model's family, or if the checkpoint has none that can be read; also raises the errors of
+    not downloaded yet, only the headers of their files on the hub are read. If there are several MTP layers, adds to
+    `reasons`, under `speculation.method`, that the first one makes all drafts. Raises ValueError if no MTP layer is
+    known for the model's family, or if the checkpoint has none that can be read; also raises the errors of
     `describe_weights`.
     """
     layout = LAYOUTS.get(target.architecture)
@@ -138,7 +154,10 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         model, _ = foreign_model(single, target.path, target.dtype, cache_dir, [target.architecture])
     quantisation = None
     if target.load_format != "dummy":
-        tensors = _tensors_of_layer(_stored_tensors(target, layout), target)
+        stored = _stored_tensors(target, layout)
+        tensors = _tensors_of_layer(stored, target)
+        if (count := layout.num_layers(stored.keys())) > 1:
+            reasons["speculation.method"] = f"the first of {count} MTP layers makes all drafts"
         quantisation = _quantisation(tensors, target.quantisation, target.path)
     return replace(
         model,

@@ -23,6 +23,7 @@ from mtp_layers import (
     HY,
     MELLUM,
     MIMO,
+    QWEN3,
     QWEN_NEXT,
     QWEN_VISION,
     MtpCase,
@@ -40,6 +41,7 @@ from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.features import registry
 from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.llm import LLM
+from compiled_engine.models.checkpoint.mtp_layer import mtp_tensors
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.process.progress import Progress
@@ -171,18 +173,38 @@ def test_a_quantised_output_projection_is_refused(tmp_path: Path) -> None:
         resolve(EngineOptions(model=str(folder), device="cpu", **mtp()))
 
 
-def test_copies_of_the_models_tensors_and_further_layers_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_of_several_layers_makes_all_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the further layers nor copies of the model's tensors are read, and the configuration says so."""
     written = write_mtp_checkpoint(tmp_path, GLM)
     add_mtp_layer(tmp_path, GLM, written.tensors | copies_of(tmp_path))
     further = replace(GLM, prefix="model.layers.4.")
     add_mtp_layer(tmp_path, further, {name: torch.randn_like(each) for name, each in written.tensors.items()})
     seen = record_drafts(monkeypatch)
     with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp()) as llm:
+        assert llm.config.reasons["speculation.method"] == "the first of 2 MTP layers makes all drafts"
         generate(llm, temperature=0)
+    assert len(seen) > 50
     for known, drafts in list(seen.items())[::8]:
         assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@pytest.mark.parametrize("case", [MIMO, GLM, ERNIE, QWEN3], ids=["mimo", "glm", "ernie", "qwen3"])
+def test_layers_are_counted_in_each_spelling(case: MtpCase, tmp_path: Path) -> None:
+    """Of several layers, the tensors of the first one are read."""
+    written = write_mtp_checkpoint(tmp_path, case)
+    tensors, stored = load_file(tmp_path / FILE), {case.stored(name) for name in written.tensors}
+    options = EngineOptions(model=str(tmp_path), device="cpu", **mtp())
+    config = resolve(options)
+    assert config.speculation.draft is not None
+    assert "speculation.method" not in config.reasons
+    layer = config.speculation.draft.model
+    own = mtp_tensors(tensors, layer)
+    further = {re.sub(r"\.\d+\.", f".{number}.", name, count=1) for name in stored for number in (9, 10)} - stored
+    save_file(tensors | {name: torch.zeros(1) for name in further}, tmp_path / FILE, metadata={"format": "pt"})
+    assert resolve(options).reasons["speculation.method"] == "the first of 3 MTP layers makes all drafts"
+    again = mtp_tensors(load_file(tmp_path / FILE), layer)
+    assert own.keys() == again.keys()
+    assert all(torch.equal(own[name], again[name]) for name in own if not own[name].is_meta)
 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["model", "model and layer"])
@@ -391,5 +413,7 @@ def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> 
 
 
 def test_the_bundled_model_has_no_layer() -> None:
-    with pytest.raises(ValueError, match="no MTP layer of Qwen3ForCausalLM is known; allowed: models of "):
+    with pytest.raises(
+        ValueError, match=r"has no MTP layer: the tensor pre_fc_norm_hidden.weight is missing; allowed: "
+    ):
         resolve(EngineOptions(speculative_config={"method": "mtp", "num_speculative_tokens": 1}, device="cpu"))

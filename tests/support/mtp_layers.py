@@ -86,6 +86,7 @@ MELLUM = MtpCase(
     *("mtp.", "layers.0."),
     single=(("layer_types", ["sliding_attention"]),),
 )
+QWEN3 = replace(_qwen("qwen3"), offset=0.0)
 QWEN_NEXT, QWEN_VISION = _qwen("qwen3_next"), _qwen("qwen3_5", "qwen3_5_text")
 
 
