@@ -206,7 +206,7 @@ class Request:
 
     @property
     def step_limit(self) -> int:
-        """Most known tokens that the next step may compute for the request."""
+        """Most tokens of the request that the next step may compute, not counting guesses."""
         if not self.step_ends:
             return self.max_step_tokens
         return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)

@@ -221,7 +221,7 @@ class Scheduler:
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Add shares of running requests to the step. Returns how many tokens of the budget are left for waiting ones.
+        """Let the step compute tokens of running requests. Returns the token budget left for waiting requests.
 
         running: the running requests that the step may have, in order.
         """
@@ -350,7 +350,7 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Start computing the late inputs of a step, which `finish_late` returns.
+        """Start computing the inputs that only a step's sampling awaits. `finish_late` returns them.
 
         Another step may be scheduled in between. Raises RuntimeError unless `knows_tokens_before`.
         """
@@ -371,7 +371,7 @@ class Scheduler:
         return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Process a step's result, and return outputs for the requests that got tokens or extras, or ended.
+        """Process a step's result, and return outputs for the requests that got tokens or features' data, or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight, or yields more tokens than allowed.
         """
@@ -393,8 +393,8 @@ class Scheduler:
     ) -> StepOutputs:
         """Process a step with one token per request, and return its outputs.
 
-        Requests on the fast path only get a token and log-probabilities, in columns. others: outputs of the step so
-        far; the outputs of all other requests are appended.
+        Requests on the fast path only get a token and log-probabilities, in the columns of StepOutputs. others: outputs
+        of the step so far; the outputs of all other requests are appended.
         """
         if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")

@@ -311,6 +311,8 @@ def attend_tile(
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
     """Return the online softmax's (acc, max, sum) of all rows, updated with TILE_N keys from first_key on.
 
+    q_parts, acc_parts: queries [M, D], and weighted sums of values (acc), in one tile each, or two for heads with a
+        tail.
     positions_M: the position of each query. ahead_M: see `seen`.
     end_key: end of the keys that are stored.
     block_N: the block of each key, see blocks_of.
@@ -423,9 +425,10 @@ def attend_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return (parts of acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
+    """Return the online softmax's (acc, max [M], sum [M]) of a request's queries over keys first_key .. end_key - 1.
 
-    q_ptrs_M: pointers to each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
+    acc, the weighted sums of values, is a tuple of one tile [M, D], or two for heads with a tail. q_ptrs_M: pointers to
+    each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
     """
     elements = head_elements(cache.HEAD_DIM, TILE_D)
     masks = head_masks(mask_M, elements, cache.HEAD_DIM)

@@ -142,7 +142,7 @@ class StepImagesOnDevice(StepFeature):
         return IMAGES if needed else ""
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Write the step tensors that the variant IMAGES reads, if the batch runs it."""
+        """Write the inputs of the forward that only the variant IMAGES reads, if the batch runs this variant."""
         if batch.variant != IMAGES:
             return
         index_T = np.full(batch.padded_tokens, -1, np.int32)

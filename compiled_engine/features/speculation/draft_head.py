@@ -201,7 +201,7 @@ def shared_tensors(config: EngineConfig, parts: RunnerParts) -> dict[str, torch.
 
 
 class DraftHead(Drafter):
-    """Prefills a head and drafts with it.
+    """Makes drafts with a draft head, a small network that reads hidden states of the engine's model.
 
     The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
     hidden states there and the token after it. `prefill_head` computes the entries of all tokens of a step: prompts,
@@ -298,15 +298,15 @@ class DraftHead(Drafter):
     def combine_hidden_states(self, hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Compute the head's input features for a step's tokens, and store them in a buffer.
 
-        hidden_states: the engine's model's hidden states that the head reads, [T, target_size] each. A CUDA graph of
-        the forward may include this work.
+        hidden_states: those of the engine's model that the head reads, [T, target_size] each. A CUDA graph of the
+        forward may include this work.
         """
         combine = self.model.ends.get(COMBINE)
         features_TD = hidden_states[0] if combine is None else combine(torch.cat(hidden_states, dim=-1))
         self._features_TD[: len(features_TD)].copy_(features_TD)
 
     def after_step(self, batch: InputBatch) -> None:
-        """Prefill the head with the tokens of a step, unless the step skips the head.
+        """Compute the head's KV cache for the tokens of a step, unless the step skips the head.
 
         Replays a CUDA graph if the batch has one for this; only batches of decodes do.
         """
