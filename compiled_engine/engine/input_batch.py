@@ -99,6 +99,8 @@ class CombineRows(Protocol):
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
 
+    Staged values are written to the device when RowFields.writes is applied.
+
     Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If no CUDA
     graph holds the attention, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes,
     rows are ordered by descending context, so that the longest attention does not start last.

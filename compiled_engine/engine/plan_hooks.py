@@ -30,7 +30,7 @@ The order of the hooks of a step, with the state in which each is called:
                                  ones follow
     built                        the step's requests are chosen; `divide` may have another part if there are none
     planned                      the step is sent next
-    begin_late, finish_late      only for a step that samples late, while it runs
+    begin_late, finish_late      only for a step whose sampling awaits inputs from the host, while it runs
     updated                      its result was processed, request by request
 
 `holds_steps` and `takes_stale` follow each control call that the core has served.

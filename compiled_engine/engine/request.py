@@ -191,7 +191,7 @@ class Request:
         return until_computed, last if generates else 0
 
     def correct_counts(self, bound: int, count: int) -> None:
-        """Correct the token counts, which assume `bound` tokens of a step, once the step has yielded `count`."""
+        """Correct the token counts after a step that has yielded `count` tokens. They assumed `bound` tokens."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
             self.num_computed_tokens -= bound - count

@@ -1,8 +1,8 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and the rows of requests, and executes steps.
 
 `submit` executes a step: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`), and
-launches the model and the sampling (`run`). None of these waits for the device. If a step samples late, its sampling is
-launched afterwards, by `sample`.
+launches the model and the sampling (`run`). None of these waits for the device. If a step's sampling awaits inputs that
+the host still computes (`samples_late`), such as token masks, it is launched afterwards, by `sample`.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ class Scheduler:
 
     While requests are unfinished, call `schedule`, have the runner execute the returned step, and call `update` with
     the step and its result. Up to `steps_in_flight` steps may be scheduled before the first `update`; they are executed
-    and updated in the order of scheduling. For a step that samples late, call `begin_late` and `finish_late` in
-    between. If a step fails, call `fail_step`. Requests may be added and aborted at any time.
+    and updated in the order of scheduling. If a step's sampling awaits inputs from the host (`samples_late`), call
+    `begin_late` and `finish_late` in between. If a step fails, call `fail_step`. Requests may be added and aborted at
+    any time.
 
     A request's `num_tokens` and `num_computed_tokens` advance in `schedule`, its `token_ids` in `update`.
 
@@ -342,9 +343,10 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether the host has all earlier tokens of the requests that sample late in this step.
+        """Return whether the host has the tokens from which this step's late inputs are computed.
 
-        It lacks some while an earlier step in flight samples any of these requests.
+        They are the earlier tokens of the requests that sample late. The host lacks some while an earlier step in
+        flight samples any of these requests.
         """
         # One unknown token is the step's own.
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
@@ -361,7 +363,7 @@ class Scheduler:
             begin_late(late)
 
     def finish_late(self) -> LateInputs:
-        """Wait for the late inputs of the last `begin_late`, and return them.
+        """Wait for the inputs whose computation the last `begin_late` has started, and return them.
 
         A request whose input fails ends in `update`.
         """

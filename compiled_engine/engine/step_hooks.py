@@ -67,7 +67,7 @@ class Tail(Protocol):
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        """Launch the rest of the tail, except for sampling that may await late inputs.
+        """Launch the rest of the tail, except for sampling that may await inputs from the host (LateInputs).
 
         Returns the logits [R, V] of the batch's rows; None if no row samples. Other results are put into `results`, by
         feature name.

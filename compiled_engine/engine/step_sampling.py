@@ -6,8 +6,9 @@
      tokens go to the host. A decode graph ends with this part (`launch_first`); for other batches it follows the
      forward (`launch_rest`). A step that samples nothing (a prompt chunk, or a step with another tail) only advances
      the states.
-  2. After the late inputs, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in
-     the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
+  2. New tokens for rows with more parameters than temperature and seed, in the order of sampler.py (`complete`). They
+     replace the first tokens in the states and on the host. If this part awaits inputs that the host computes while the
+     step runs, such as token masks, it is launched when they have arrived.
   3. The log-probabilities of the tokens, if requested.
 
 If the vocabulary is sharded, each part exchanges a few numbers between ranks. No launch waits for the device: tokens

@@ -53,7 +53,8 @@ class _Row:
 class StepImagesOnDevice(StepFeature):
     """Runs the vision tower before a step, and chooses the variant IMAGES for steps that compute positions of images.
 
-    Each rank has a whole tower. embeddings: the kept parameter of passes/images/merge_embeddings.py.
+    Each rank has a whole tower. embeddings: the buffer from which the forward reads embeddings, a parameter declared in
+    passes/images/merge_embeddings.py.
     """
 
     name = NAME

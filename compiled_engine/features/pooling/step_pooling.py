@@ -157,7 +157,7 @@ class StepPooling:
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pool each request's tokens up to the end of this step. Return fp32 [R, W], W values for each of R requests.
 
-        For causal models, the result is also stored in row fields.
+        For causal models, the result is also stored in row fields, the requests' state on the device.
         """
         count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers

@@ -142,9 +142,10 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Copy the kept hidden states of these rows to `hidden_RD`, and write the positions of their first drafts.
+    """Copy the hidden states that `keep_hidden` has stored for these rows, and write their first drafts' positions.
 
-    `rows_R` has rows of the states, int32, -1 for padding, which gets zeros and position 1. `positions_R` is int64.
+    The hidden states are copied from kept_SD to hidden_RD. rows_R: rows of the states, int32, -1 for padding, which
+    gets zeros and position 1. positions_R: int64, the positions.
     """
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
@@ -350,9 +351,9 @@ class DraftHead(Drafter):
         self._drafting = None if step.single else self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes. Return the sizes of the passes and their CUDA graph.
+        """Stage the inputs of a step's drafting passes: collect them for the kernel that writes them to the device.
 
-        The requests must have rows and blocks.
+        Return the sizes of the passes and their CUDA graph. The requests must have rows and blocks.
         """
         rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None

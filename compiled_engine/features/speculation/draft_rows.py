@@ -177,7 +177,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The requests of a step and how many tokens each computes. Steps with equal shares may use the same rows."""
+    """The requests of a step and how many tokens each computes. Steps with equal StepShares may use the same rows."""
 
     request_ids: list[str]
     counts: list[int]
