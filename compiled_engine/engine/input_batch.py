@@ -99,7 +99,7 @@ class CombineRows(Protocol):
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
 
-    Staged values are written to the device when RowFields.writes is applied.
+    Staged values reach the device when StagedWrites.apply is called.
 
     Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If no CUDA
     graph holds the attention, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes,

@@ -262,8 +262,8 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        Returns the pending step. If the step's sampling awaits inputs from the host (`samples_late`), it is not
-        launched yet: call `sample` before the next `submit`.
+        Returns the pending step. If the step's final sampling awaits inputs from the host (`samples_late`), `sample`
+        must be called before the next `submit`.
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None

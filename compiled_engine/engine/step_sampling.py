@@ -341,7 +341,7 @@ class PendingStep:
 
 @dataclass
 class LateStep:
-    """A launched step that computes logits, and whose sampling awaits inputs that the host still computes."""
+    """A launched step that computes logits, and whose final sampling awaits inputs that the host still computes."""
 
     batch: InputBatch
     logits_RV: torch.Tensor  # valid until the next step is launched
