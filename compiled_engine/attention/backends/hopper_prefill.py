@@ -93,7 +93,10 @@ def heads_of(*numbers: Any) -> Heads:
 
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (K/V head, request, first query) of an item; request 0 and query 0 past the last item."""
+    """Return (K/V head, request, first query) of an item of work; request 0 and query 0 past the last item.
+
+    item: the item's number. An item is a tile of the work list for one K/V head.
+    """
     tile_ptr = batch.tiles_ptr + tile_length(HEADS.num_kv_heads) * (item // HEADS.num_kv_heads)
     there = item < batch.num_items
     return item % HEADS.num_kv_heads, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)

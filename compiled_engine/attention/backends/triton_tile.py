@@ -248,7 +248,9 @@ def scores_of(
 
 @triton.jit
 def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (weights [M, N] of a tile, factor [M] for acc and sum before the tile is added, new max_M).
+    """Return (weights [M, N] of a tile, factor [M], new max_M).
+
+    The online softmax's acc and sum must be multiplied by the factor before the tile is added.
 
     max_M: the largest score of each row before this tile.
     """
