@@ -27,19 +27,19 @@ PACKAGES |= {"invariant_cpp": "torch", "invariant_triton": "triton"}
 class AttentionBackend(Protocol):
     """Computes attention and writes the KV cache. A backend has no state.
 
-    `accept` returns in which CUDA graphs its methods may be captured. By default, `plan` does nothing and there are no
-    kernels for unrotated queries.
+    `accept` says whether the backend can compute a layer's attention, and which CUDA graphs may capture its methods. By
+    default, `plan` does nothing, and `attend_unrotated` returns False: no kernel takes queries before their rotation.
     """
 
     name: str
     default_block_size: int
 
     def accept(self, case: AttentionCase) -> Support:
-        """Return the backend's support of a case. Raises Refused if it cannot run the case on this machine."""
+        """Return how the backend supports `case`, a layer's attention. Raises Refused if it cannot run it here."""
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """Return the length of `work_W` for batches of up to num_tokens tokens and num_requests requests.
+        """Return the length of the plan `work_W` for batches of up to num_tokens tokens and num_requests requests.
 
         work_W: see AttentionInputs; its length is 0 if `plan` does nothing.
         """
@@ -109,8 +109,8 @@ class AttentionBackend(Protocol):
     ) -> bool:
         """Norm and rotate q and k, store k and v, and attend, if one kernel does all of it for the batch.
 
-        Returns True if it did, and False, with nothing done, if there is no such kernel. The slot of a request with one
-        query must be the slot of the request's last position, or -1.
+        Returns True if it did, and False, with nothing done, if there is no such kernel. For a request with one query,
+        `inputs.slot_mapping_T` must have the slot of the request's last position, or -1.
         """
         return False
 
@@ -185,7 +185,7 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
 
 
 def captured_always(cases: Sequence[AttentionCase]) -> list[str]:
-    """Return the names of the backends that can be captured in any CUDA graph for all of these cases."""
+    """Return the names of the backends that support all of these cases with kernels that any CUDA graph may capture."""
     names = []
     for name in BACKENDS:
         try:

@@ -95,6 +95,8 @@ class AttentionCase:
     def require_latent(self) -> KVFormat:
         """Return the format of the cache. Raises Refused unless the case is attention over paged latent rows.
 
+        A latent row is the key and, with its first elements, the value of all heads (multi-head latent attention).
+
         Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries.
         """
         require(self.num_kv_heads == 1, "num_kv_heads", self.num_kv_heads, "1 with latent rows")

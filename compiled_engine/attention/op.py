@@ -154,7 +154,7 @@ _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
 
 
 def call_directly(ops: dict[str, Callable[..., None]]) -> None:
-    """Let the dispatcher call these functions directly for the custom ops of these names, on CPUs and GPUs.
+    """Let PyTorch's dispatcher call these functions directly for the custom ops of these names, on CPUs and GPUs.
 
     custom_op wraps functions for Dynamo, which the first call would import; in eager mode that takes seconds.
     """

@@ -113,7 +113,7 @@ def load_scales(
 
 @triton.jit
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
-    """Return queries x in the type in which they are multiplied by elements of the cache. element: the cache's type.
+    """Convert queries x to the type in which they are multiplied by elements of the cache. element: the cache's type.
 
     For 8-bit codes, bfloat16 queries become float16, since one or two instructions convert the codes to float16
     exactly.
@@ -126,7 +126,10 @@ def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return elements of a cache as numbers of type dtype: int8 codes without their bias. No scale is applied."""
+    """Return elements of a cache as numbers of type dtype, without applying scales.
+
+    codes: keys or values as stored. An int8 cache has bytes with a bias, which is subtracted.
+    """
     if codes.dtype == tl.uint8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16; its lowest byte holds the code.
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)

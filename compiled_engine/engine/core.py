@@ -195,20 +195,23 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *self._take_apart()])
 
     def _begin_late(self) -> None:
-        """Start computing the newest step's late inputs, if all tokens before it are known."""
+        """Start computing the newest step's late inputs, if the tokens of all earlier steps are known.
+
+        Late inputs are data that only the step's sampling awaits, such as the tokens that grammars allow.
+        """
         if self._late is not None and self._scheduler.knows_tokens_before(self._late):
             self._scheduler.begin_late(self._late)
             self._late, self._late_begun = None, True
             self.clock.lap("late")
 
     def _give_late(self) -> None:
-        """Wait for the late inputs, and have the executor sample with them."""
+        """Wait for the late inputs that `_begin_late` computes, and have the executor sample with them."""
         self._late_begun = False
         self.executor.sample(self._scheduler.finish_late())
         self.clock.lap("late")
 
     def _add_ready(self) -> None:
-        """Queue held-back requests that are ready. Keep the outputs of failed ones for `_take_apart`."""
+        """Queue the held-back requests that are ready. Keep the outputs of failed ones, which `_take_apart` returns."""
         assert self._hooks.take_ready is not None
         busy = self._submitted or self._ended_apart or self._scheduler.has_unfinished()
         ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)

@@ -42,7 +42,7 @@ class Executor(Protocol):
         ...
 
     def sample(self, late: LateInputs) -> None:
-        """Launch the sampling of the last submitted step, one that samples late, with its late inputs.
+        """Launch the sampling of the last submitted step, which has waited for these inputs (`samples_late` was set).
 
         Call it before the next `submit`.
         """

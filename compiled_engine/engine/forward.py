@@ -69,13 +69,16 @@ class ForwardOutput:
     logits_inputs: tuple[torch.Tensor, ...] = ()
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
-        """Return the output for some tokens, without `further`. tokens: a slice, or an int64 tensor of indices."""
+        """Return the output for some tokens, with the field `further` empty.
+
+        tokens: a slice, or an int64 tensor of indices.
+        """
         inputs = () if self.is_logits else tuple(each_T[tokens] for each_T in self.logits_inputs)
         return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, logits_inputs=inputs)
 
 
 class Way(NamedTuple):
-    """A way to run the model; the key of a function in the table of ModelForward."""
+    """A way to run the model: which variant of the forward, whole or in parts, with all layers or one of each kind."""
 
     variant: str = ""
     around_attention: bool = False  # in parts, with attention ops passed to on_attention

@@ -40,7 +40,7 @@ NO_GENERATION = -1
 class InputBatch:
     """The rows of a step's batch, padded. Arrays and lists have an entry for each row but padding, in batch order.
 
-    Unless `combine` is set, each request has one row, and `step_starts` is in the order of SchedulerOutput instead.
+    If `combine` is None, each request has one row, and `step_starts` is in the order of SchedulerOutput instead.
     Example: a step decodes the requests a, b and c from tokens 5, 9 and 7 on. Then request_of_row is [b, c, a], order
     [2, 0, 1] (a has batch row 2), step_starts [5, 9, 7], and num_computed [9, 7, 5].
     """
@@ -98,6 +98,8 @@ class CombineRows(Protocol):
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
+
+    Staged values reach the device when StagedWrites.apply is called.
 
     Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If no CUDA
     graph holds the attention, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes,
@@ -250,9 +252,9 @@ class InputBuffers:
 
     The host writes rows_R, query_start_loc_R1 and offsets_R, by staged writes. Kernels compute all other buffers from
     these and the request states. max_blocks: most blocks of a request. work_length: length of AttentionInputs.work_W.
-    asked: step tensors, inputs of the forward that change with each step, that passes declare. has_offsets: whether
-    batches may have offsets. shifts_positions: whether a row's position shift (see RequestStates.shift_positions) is
-    added to the positions.
+    asked: further inputs of the forward, which passes declare and which change with each step. has_offsets: whether
+    batches may have several rows for a request, which begin at different offsets, see the module's docstring.
+    shifts_positions: whether a row's position shift (see RequestStates.shift_positions) is added to the positions.
     """
 
     def __init__(
@@ -328,7 +330,11 @@ class InputBuffers:
         self._rows.stage(0, padded_rows_R)
 
     def stage_batch(self, rows_R: np.ndarray, query_starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
-        """Stage the rows of a batch, padding included. offsets_R: the offset of each row; None if rows have none."""
+        """Stage the rows of a batch, padding included.
+
+        offsets_R: where each row begins, counted from its request's first token that is not computed, see the module's
+        docstring; None if rows have no offsets.
+        """
         self.decodes, there = None, self.staged_offsets
         self.staged_offsets = None
         if offsets_R is not None:
@@ -341,7 +347,10 @@ class InputBuffers:
         self._query_start_loc.stage(0, query_starts_R1)
 
     def logits_inputs(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the step tensors that the variant's logits read besides hidden states, for `num_tokens` tokens."""
+        """Return the tensors that the computation of logits reads besides hidden states, for `num_tokens` tokens.
+
+        variant: the variant of the forward that returned the hidden states.
+        """
         return tuple(tensor_T[:num_tokens] for tensor_T in self._by_logits[variant])
 
     def forget_staged(self) -> None:

@@ -80,7 +80,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, num_slots: int) -> RequestLimits:
-        """Return the limits of an engine with this configuration and number of slots."""
+        """Return the limits of an engine. num_slots: the number of tokens that its KV cache holds."""
         return cls(
             vocab_size=config.model.vocab_size,
             max_model_len=config.model.max_model_len,
@@ -241,7 +241,7 @@ class ControlCall:
 
 
 class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that gets a row, sent from the scheduler to the runner within a SchedulerOutput.
+    """A request that begins to run, sent from the scheduler to the runner within a SchedulerOutput.
 
     A preempted request returns as a new one, with its generated tokens in `token_ids`.
     """

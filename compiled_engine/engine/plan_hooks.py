@@ -30,7 +30,7 @@ The order of the hooks of a step, with the state in which each is called:
                                  ones follow
     built                        the step's requests are chosen; `divide` may have another part if there are none
     planned                      the step is sent next
-    begin_late, finish_late      only for a step that samples late, while it runs
+    begin_late, finish_late      only for a step whose sampling awaits inputs from the host, while it runs
     updated                      its result was processed, request by request
 
 `holds_steps` and `takes_stale` follow each control call that the core has served.
@@ -175,16 +175,20 @@ class PlanFeature:
         """
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        """Add to the extras of an admitted request's NewRequest. The request already holds its resources.
+        """Add data of an admitted request for the ranks to `extras`, which its NewRequest message carries.
 
-        Data that is equal at each admission belongs in the request's own extras, see `added`.
+        The request already holds its resources. Data that is equal at each admission belongs in the request's own
+        extras, see `added`.
         """
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Handle a request whose tokens the step being planned computes up to one of the request's `step_ends`."""
+        """Handle a request whose tokens the step being planned computes up to one of the request's `step_ends`.
+
+        `step_ends` are numbers of tokens at which a step must end. num_tokens: the one that the step reaches.
+        """
 
     def planned(self, step: StepInFlight) -> None:
-        """Handle a step that is sent to the ranks next. May add to the extras of its SchedulerOutput."""
+        """Handle a step that is sent to the ranks next. May add data for the ranks to `step.output.extras`."""
 
     def take_asks(self) -> list[EngineOutput]:
         """Return new outputs that ask for data of requests, see EngineOutput.asks. Called after each step."""
@@ -198,19 +202,19 @@ class PlanFeature:
         """
 
     def finish_late(self) -> dict[str, Any]:
-        """Wait for the late inputs of the last `begin_late`, and return them as extras of LateInputs."""
+        """Wait for the late inputs of the last `begin_late`, and return them as entries of LateInputs.extras."""
         return {}
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return a request's extras for its EngineOutput, from a RunnerOutput's extras; empty if nothing is new.
+        """Return the feature's new data for a request's output, as entries of EngineOutput.extras.
 
-        Called only for steps with such extras. A value that each request of a step has goes into RunnerOutput.columns
-        instead, which need no hook.
+        extras: RunnerOutput.extras, features' data in the step's result. Called only if there are any. A value that
+        each request of a step has goes into RunnerOutput.columns instead, which need no hook.
         """
         return {}
 
     def first_extras(self, request: Request) -> dict[str, Any]:
-        """Return extras for the EngineOutput with a request's first token.
+        """Return the feature's data for the output with a request's first token, as entries of EngineOutput.extras.
 
         Not called for requests that return no tokens, such as pooling requests.
         """

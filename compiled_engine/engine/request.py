@@ -191,7 +191,7 @@ class Request:
         return until_computed, last if generates else 0
 
     def correct_counts(self, bound: int, count: int) -> None:
-        """Correct the token counts, which assume `bound` tokens of a step, once the step has yielded `count`."""
+        """Correct the token counts after a step that has yielded `count` tokens. They assumed `bound` tokens."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
             self.num_computed_tokens -= bound - count
@@ -206,7 +206,7 @@ class Request:
 
     @property
     def step_limit(self) -> int:
-        """Most known tokens that the next step may compute for the request."""
+        """Most tokens of the request that the next step may compute, not counting guesses."""
         if not self.step_ends:
             return self.max_step_tokens
         return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)

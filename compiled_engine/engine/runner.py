@@ -1,8 +1,8 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and the rows of requests, and executes steps.
 
 `submit` executes a step: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`), and
-launches the model and the sampling (`run`). None of these waits for the device. If a step samples late, its sampling is
-launched afterwards, by `sample`.
+launches the model and the sampling (`run`). None of these waits for the device. If a step's sampling awaits inputs that
+the host still computes (`samples_late`), such as token masks, it is launched afterwards, by `sample`.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Runner:
         """Load and compile the model, size the KV cache, and capture the graphs.
 
         All ranks construct their runners at the same time, and submit the same steps. make_features: makes the
-        features' parts on the device, and the tail. group: the tensor-parallel ranks, which must be the caller's
-        current group; None: a single rank. share: this rank's layers; None: all. Raises what build_processors, the
-        loader, the compiler and size_cache raise.
+        features' parts on the device, and the tail, which follows the forward (step_hooks.Tail). group: the
+        tensor-parallel ranks, which must be the caller's current group; None: a single rank. share: this rank's layers;
+        None: all. Raises what build_processors, the loader, the compiler and size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
@@ -192,9 +192,10 @@ class Runner:
         )
 
     def _make_step(self, made: RunnerFeatures) -> None:
-        """Make what launches a step: the hooks, the ring of tokens, the tail, and the ModelStep that calls them.
+        """Make what launches a step: hooks, the ring buffer of tokens, the tail, and the ModelStep that calls them.
 
-        made: the features' parts. If they have no tail, the runner samples (StepSampling).
+        The tail follows the forward. made: the features' parts. If they have no tail, the runner samples
+        (StepSampling).
         """
         self._hooks = StepHooks(made.features)
         self.ring = TokenRing(self.buffers, self._config.device, self._clock)
@@ -261,7 +262,8 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        Returns the pending step. For a step that samples late, call `sample` before the next `submit`.
+        Returns the pending step. If the step's final sampling awaits inputs from the host (`samples_late`), `sample`
+        must be called before the next `submit`.
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None
@@ -284,7 +286,10 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, late: LateInputs) -> None:
-        """Launch the sampling of the last submitted step, one that samples late, without waiting for the device."""
+        """Launch the sampling of the last submitted step, which has waited for these inputs (`samples_late` was set).
+
+        Does not wait for the device.
+        """
         step, self._late = self._late, None
         assert step is not None
         try:
@@ -339,8 +344,8 @@ class Runner:
 
         If any row samples, each row first gets a token by temperature and seed. Rows with further parameters are then
         sampled again (step_sampling.py), so that the same decode graphs serve all requests. hidden_wanted: the forward
-        returns hidden states, for features that read them. samples_late: do not sample again; return a LateStep, which
-        `sample` then samples.
+        returns hidden states, for features that read them. samples_late: do not sample again yet, since that awaits
+        inputs from the host; return a LateStep, for which `sample` does it.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -369,9 +374,9 @@ class Runner:
     def _sample(
         self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], edits: StepEdits | None = None
     ) -> PendingStep:
-        """Launch parts 2 and 3 of sampling, see step_sampling.py, and return the pending step.
+        """Sample again the rows with more parameters than temperature and seed, and compute log-probabilities.
 
-        edits: see StepFeature.edits.
+        These are parts 2 and 3 of step_sampling.py. Returns the pending step. edits: see StepFeature.edits.
         """
         assert self._sampling is not None
         logprobs = self._sampling.complete(batch, logits_RV, edits)
@@ -492,7 +497,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched and had to match: {compiled range: {pass: {"matches", "contract"}}}.
+    """Return how often each pass matched ("matches"), and how often it had to ("contract"), by compiled range and pass.
 
     The name of a range begins with the model's name.
     """

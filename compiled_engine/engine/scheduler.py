@@ -62,8 +62,9 @@ class Scheduler:
 
     While requests are unfinished, call `schedule`, have the runner execute the returned step, and call `update` with
     the step and its result. Up to `steps_in_flight` steps may be scheduled before the first `update`; they are executed
-    and updated in the order of scheduling. For a step that samples late, call `begin_late` and `finish_late` in
-    between. If a step fails, call `fail_step`. Requests may be added and aborted at any time.
+    and updated in the order of scheduling. If a step's sampling awaits inputs from the host (`samples_late`), call
+    `begin_late` and `finish_late` in between. If a step fails, call `fail_step`. Requests may be added and aborted at
+    any time.
 
     A request's `num_tokens` and `num_computed_tokens` advance in `schedule`, its `token_ids` in `update`.
 
@@ -221,7 +222,7 @@ class Scheduler:
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Add shares of running requests to the step. Returns how many tokens of the budget are left for waiting ones.
+        """Let the step compute tokens of running requests. Returns the token budget left for waiting requests.
 
         running: the running requests that the step may have, in order.
         """
@@ -342,15 +343,16 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether the host has all earlier tokens of the requests that sample late in this step.
+        """Return whether the host has the tokens from which this step's late inputs are computed.
 
-        It lacks some while an earlier step in flight samples any of these requests.
+        They are the earlier tokens of the requests that sample late. The host lacks some while an earlier step in
+        flight samples any of these requests.
         """
         # One unknown token is the step's own.
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Start computing the late inputs of a step, which `finish_late` returns.
+        """Start computing the inputs that only a step's sampling awaits. `finish_late` returns them.
 
         Another step may be scheduled in between. Raises RuntimeError unless `knows_tokens_before`.
         """
@@ -361,7 +363,7 @@ class Scheduler:
             begin_late(late)
 
     def finish_late(self) -> LateInputs:
-        """Wait for the late inputs of the last `begin_late`, and return them.
+        """Wait for the inputs whose computation the last `begin_late` has started, and return them.
 
         A request whose input fails ends in `update`.
         """
@@ -371,7 +373,7 @@ class Scheduler:
         return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Process a step's result, and return outputs for the requests that got tokens or extras, or ended.
+        """Process a step's result, and return outputs for the requests that got tokens or features' data, or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight, or yields more tokens than allowed.
         """
@@ -393,8 +395,8 @@ class Scheduler:
     ) -> StepOutputs:
         """Process a step with one token per request, and return its outputs.
 
-        Requests on the fast path only get a token and log-probabilities, in columns. others: outputs of the step so
-        far; the outputs of all other requests are appended.
+        Requests on the fast path only get a token and log-probabilities, in the columns of StepOutputs. others: outputs
+        of the step so far; the outputs of all other requests are appended.
         """
         if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")

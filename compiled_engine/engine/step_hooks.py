@@ -59,14 +59,15 @@ class Tail(Protocol):
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """Launch the part of the tail that a decode graph holds, for the first `num_rows` rows, and return its result.
 
-        If a batch has no decode graph, `launch_rest` includes this part.
+        A decode graph is a CUDA graph of a whole step of decodes. If a batch has none, `launch_rest` includes this
+        part.
         """
         ...
 
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        """Launch the rest of the tail, except for sampling that may await late inputs.
+        """Launch the rest of the tail, except for sampling that may await inputs from the host (LateInputs).
 
         Returns the logits [R, V] of the batch's rows; None if no row samples. Other results are put into `results`, by
         feature name.
@@ -98,7 +99,7 @@ class RunnerParts:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The batch rows of a step whose requests may have several rows each."""
+    """The rows of a step's batch, if a request may have several: one for its newest token, one for each guess."""
 
     num_tokens: int
     longest: int  # bound of the contexts
@@ -179,7 +180,7 @@ class StepFeature:
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        """Return the batch rows of a step.
+        """Return the rows of the step's batch, for a feature with which a request may have several.
 
         At most one feature overrides this; if none does, each request has one row.
         """
@@ -209,9 +210,9 @@ class StepFeature:
         return None
 
     def edits(self, batch: InputBatch, late: Any) -> StepEdits | None:
-        """Return the edits of a step's logits that the feature's late inputs describe.
+        """Return edits to apply to a step's logits before sampling, such as masks of forbidden tokens.
 
-        late: the feature's part of the step's LateInputs. At most one feature overrides this.
+        late: the feature's entry of LateInputs.extras, computed while the step ran. At most one feature overrides this.
         """
         return None
 

@@ -6,8 +6,9 @@
      tokens go to the host. A decode graph ends with this part (`launch_first`); for other batches it follows the
      forward (`launch_rest`). A step that samples nothing (a prompt chunk, or a step with another tail) only advances
      the states.
-  2. After the late inputs, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in
-     the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
+  2. New tokens for rows with more parameters than temperature and seed, in the order of sampler.py (`complete`). They
+     replace the first tokens in the states and on the host. If this part awaits inputs that the host computes while the
+     step runs, such as token masks, it is launched when they have arrived.
   3. The log-probabilities of the tokens, if requested.
 
 If the vocabulary is sharded, each part exchanges a few numbers between ranks. No launch waits for the device: tokens
@@ -37,7 +38,7 @@ from compiled_engine.sampling.sampler import Sampler, SamplerClass, StepEdits
 
 
 class StepSampling:
-    """The `Tail` of a runner that samples; see the module's docstring."""
+    """Follows the forward in a runner that samples (implements step_hooks.Tail); see the module's docstring."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class StepSampling:
         return output.tensor if batch.has_decode_graph else self.sample(batch, output)
 
     def sample(self, batch: InputBatch, output: ForwardOutput) -> torch.Tensor | None:
-        """Launch part 1 for a batch without a decode graph.
+        """Compute logits, and sample by temperature and seed: part 1 of the module, for a batch without a decode graph.
 
         Returns the logits [R, V] of all rows but padding; None if no row samples.
         """
@@ -90,8 +91,9 @@ class StepSampling:
     def complete(
         self, batch: InputBatch, logits_RV: torch.Tensor, edits: StepEdits | None = None
     ) -> BatchLogprobs | None:
-        """Launch parts 2 and 3, after part 1. Returns the log-probabilities; None if no request asks for any.
+        """Sample again the rows with more parameters than temperature and seed, and compute log-probabilities.
 
+        These are parts 2 and 3 of the module. Returns the log-probabilities; None if no request asks for any.
         logits_RV: the logits from part 1. edits: see StepFeature.edits.
         """
         rows_R = np.where(batch.samples, batch.rows, -1)
@@ -128,9 +130,9 @@ class StepSampling:
 
 
 class Advance(Protocol):
-    """Interface that advances the request states by a step, and stores the new tokens in them.
+    """Interface that updates the request states after a step: their numbers of computed tokens, and their new tokens.
 
-    Tokens are also stored in the ring that the host reads. A CUDA graph may capture the launches.
+    Tokens are also stored in the ring buffer that the host reads. A CUDA graph may capture the launches.
     """
 
     def __call__(
@@ -149,7 +151,10 @@ class Advance(Protocol):
 
 
 class StepAdvance:
-    """The `Advance` of steps in which a request has one row, and gets at most one token."""
+    """Updates the request states after steps in which a request has one row and gets at most one token.
+
+    Implements Advance.
+    """
 
     def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
         self._states, self._buffers = states, buffers
@@ -336,7 +341,7 @@ class PendingStep:
 
 @dataclass
 class LateStep:
-    """A launched step that samples late: its logits are computed, and its sampling awaits late inputs."""
+    """A launched step that computes logits, and whose final sampling awaits inputs that the host still computes."""
 
     batch: InputBatch
     logits_RV: torch.Tensor  # valid until the next step is launched

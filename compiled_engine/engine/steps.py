@@ -21,7 +21,7 @@ OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]
 
 @dataclass(slots=True)
 class Shares:
-    """Requests and their shares of a step, in lists of equal length; see SchedulerOutput."""
+    """Which tokens of which requests a step computes, in lists of equal length; see SchedulerOutput."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Shares:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step that is being built: the scheduler adds the shares of requests one by one."""
+    """A step that is being built: the scheduler adds requests one by one, with the tokens to compute (their share)."""
 
     max_prefill_tokens: int | None = None  # most prompt tokens of this step; None: as many as the budget allows
     decode_tokens: int = 1
@@ -101,7 +101,8 @@ class StepInFlight:
         """Return the step that `builder` has built, with the SchedulerOutput to send to the runner.
 
         number: the step's number. removed: see SchedulerOutput. registered: see the field. any_late: whether any
-        unfinished request samples late; if not, the step's requests are not searched for late ones.
+        unfinished request samples late, that is, awaits LateInputs; if not, the step's requests are not searched for
+        late ones.
         """
         others, num_decodes = builder.others, len(builder.decodes)
         requests = builder.decodes + others.requests
@@ -157,8 +158,8 @@ def step_outputs(
 ) -> StepOutputs:
     """Return the outputs of a step with one token per request.
 
-    not_steady: indices of tokens to leave out of the columns, because their requests have an output in `others` or have
-    ended. others: see StepOutputs.
+    not_steady: indices of tokens to leave out of the columns of StepOutputs, because their requests have an output in
+    `others` or have ended. others: see StepOutputs.
     """
     request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
@@ -171,7 +172,7 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[OutputExtras]) -> list[EngineOutput]:
-    """Return outputs without tokens for the step's requests that do not sample but for which a feature has extras.
+    """Return outputs without tokens, for the step's requests that do not sample but for which a feature has data.
 
     hooks: PlanHooks.output_extras.
     """

@@ -294,7 +294,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuffers, shape: BatchShape) -> None:
     """Call the forward of a batch in each variant, in a dry run that collects its kernels.
 
-    The forward is called to hidden states and, if the batch has few tokens, also to logits.
+    The forward returns hidden states. If it may also return logits for so few tokens, it is called again for these.
     """
     for variant in model.variants:
         asked = buffers.asked[variant]

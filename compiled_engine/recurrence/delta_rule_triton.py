@@ -90,8 +90,8 @@ def delta_rule_kernel(
     keys_ptr, scores_ptr: results of element_products_kernel. None if DECAYS or CHUNK is 1.
     state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], the index of each request's state, -1 for a padding request,
         whose results are zeros.
-    drafts_ptr: fp32 [S, H, SLOTS, K + V + DECAYS]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there
-        are no drafts; SLOTS is then 0.
+    drafts_ptr: fp32 [S, H, SLOTS, K + V + DECAYS]; lengths_ptr: int32 [S, H, V]; see matrix_states.Drafted. Both are
+        None if there are no drafts; SLOTS is then 0.
     num_rows: R. rows_of_each: how many rows of the step each request has, one for its newest token and one for each
         draft (see Sequences), or 1 if requests have different numbers. With 1 there is a program for each row, and the
         program of a request's first row handles its drafts too.

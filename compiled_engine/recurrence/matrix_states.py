@@ -38,7 +38,7 @@ class TokenValues(NamedTuple):
 
 
 class Rule(Protocol):
-    """Protocol of the arithmetic in which recurrences with matrix states differ."""
+    """Protocol of a recurrence's arithmetic: how tokens update a matrix state, and the results that they read."""
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
@@ -110,10 +110,11 @@ def _compute_drafts(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute drafts: write their results to out_THv, and their updates and the states' lengths to `drafted`.
+    """Compute drafts: write their results to out_THv, and their updates to `drafted`, without advancing the states.
 
-    num_certain_R: how many of each request's tokens are not drafts. states_RHkv: each request's state after these
-    tokens; overwritten. alone_R: whether a request has exactly one such token; other requests have no drafts.
+    Also writes to `drafted` the states' lengths: the number of tokens that were applied to each. num_certain_R: how
+    many of each request's tokens are not drafts. states_RHkv: each request's state after these tokens; overwritten.
+    alone_R: whether a request has exactly one such token; other requests have no drafts.
     """
     drafts_SHNw, lengths_SHv = drafted
     lengths_R = sequences.num_before + num_certain_R

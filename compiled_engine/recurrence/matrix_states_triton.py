@@ -30,8 +30,9 @@ def apply_drafts(
 ) -> tl.tensor:
     """Apply the updates of the previous step's accepted drafts to a state, and return the new state.
 
-    num_before: the number of the request's tokens before this step. continues_v: which columns exist and belong to a
-    request with earlier tokens; only these columns have a length. DECAYS: numbers in g, 1 or K.
+    num_before: the number of the request's tokens before this step. lengths_ptr: how many of them were applied to each
+    column of the state; the others are accepted drafts. continues_v: which columns exist and belong to a request with
+    earlier tokens; only these have a length. drafts_ptr: see matrix_states.Drafted. DECAYS: numbers in g, 1 or K.
     """
     num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
     update_ptr = drafts_ptr + head_row * SLOTS * (K + V + DECAYS)
@@ -97,11 +98,12 @@ def end_request(
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Store a request's state, the state's length, and zeros as results of the `num_missing` drafts that do not exist.
+    """Store a request's state, how many tokens it includes, and zeros as results of drafts that do not exist.
 
-    length: the number of the request's tokens in the step, its existing drafts included. If SLOTS > 0 and CHUNK is 1,
-    there may be drafts, so the caller has already stored the state after the last token that is not a draft. Then the
-    state is not stored here.
+    seq_len: the number of tokens that the state includes, stored at lengths_ptr. num_missing: the number of drafts that
+    do not exist. length: the number of the request's tokens in the step, its existing drafts included. If SLOTS > 0 and
+    CHUNK is 1, there may be drafts, so the caller has already stored the state after the last token that is not a
+    draft. Then the state is not stored here.
     """
     zero_v = tl.zeros(v_v.shape, tl.int32)
     if (row >= 0) & (length > 0):

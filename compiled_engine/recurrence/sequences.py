@@ -11,7 +11,7 @@ from compiled_engine.config import ModelConfig
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that only models with recurrences read; empty for other models."""
+    """Return the declarations of inputs of the forward that only models with recurrences have; () for other models."""
     return () if model.recurrences is None else (ROWS,)
 
 

@@ -86,8 +86,8 @@ def state_space_kernel(
         x_stride, ..., C_stride: elements from one token to the next.
     state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], the index of each request's state, -1 for a padding request,
         whose results are zeros.
-    drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
-        drafts; SLOTS is then 0.
+    drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see matrix_states.Drafted. Both are None if
+        there are no drafts; SLOTS is then 0.
     num_rows: R. rows_of_each, IN_TWO: see delta_rule_kernel. LEAST, MOST: see _step_sizes.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     CHUNK: tokens processed at once, a power of two from 16 on, or 1. TILE_K: K rounded up to a power of two, at least

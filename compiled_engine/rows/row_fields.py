@@ -86,7 +86,7 @@ class RowFields:
         return self[name]
 
     def set(self, row: int, **values: float) -> None:
-        """Stage values of a row's single-valued fields. values: by field name."""
+        """Stage values of a row's single-valued fields, until `writes.apply` writes them. values: by field name."""
         self.writes.set_each(self._fields, row, values)
 
     def write(self, name: str, row: int, values: np.ndarray, offset: int = 0) -> None:

@@ -49,7 +49,7 @@ MAX_COUNT = 2**15 - 1
 
 
 def counts_field(vocab_size: int) -> RowField:
-    """Return the row field that counts how often each token occurs in a request, by column of the logits."""
+    """Return the field, with a row for each request, that counts the request's tokens by column of the logits."""
     return RowField("counts", torch.int16, (vocab_size,))
 
 
@@ -121,7 +121,7 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Write the last generated tokens of a row to its tail, with room for at least `length` tokens.
+        """Write a row's last generated tokens to the field `tail`, with room for at least `length` tokens.
 
         The tails of all rows are equally long, so a larger `length` lengthens them all.
         """
@@ -158,7 +158,8 @@ class RowAdditions(NamedTuple):
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
         """Return only the additions to the logits of this rank's slice of the vocabulary.
 
-        Their token ids become columns of the slice: relative to its first token. The tokens of prefixes keep their ids.
+        Their token ids become columns of the slice: relative to its first token. The tokens that must precede the last
+        token of a bad word (prefixes_P) keep their ids.
         """
         if not vocabulary.is_divided:
             return self
@@ -201,7 +202,7 @@ def _bits(value: float) -> int:
 
 
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's additions to its logits, in place.
+    """Add each row's values (logit_bias, bad_words, min_tokens) to its logits, in place, where their condition holds.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], each request's row in `rows`, no padding. positions_R: int64 [R],
     positions of the tokens to be sampled.
@@ -283,11 +284,12 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 
 
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
-    """Add each request's sampled token to its row of the fields `counts` and `tail`, as far as these are declared.
+    """Record each request's sampled token: count it, and append it to the tail, the request's last tokens.
 
-    token_ids_S: int64 [S]; negative values are error codes, which are skipped. row_index_S: int32 [S], each request's
-    row in `rows`, -1 for padding; a row that uses counts or a tail must not occur twice. first_token: the token id of
-    the first column of `counts`.
+    Counts and tails are in the fields `counts` and `tail`, as far as these are declared. token_ids_S: int64 [S];
+    negative values are error codes, which are skipped. row_index_S: int32 [S], each request's row in `rows`, -1 for
+    padding; a row that uses counts or a tail must not occur twice. first_token: the token id of the first column of
+    `counts`.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")
     taken_S = (row_index_S >= 0) & (token_ids_S >= 0)

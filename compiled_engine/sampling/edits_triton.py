@@ -40,11 +40,14 @@ def add_kernel(
     tail_length: tl.tensor,
     BLOCK_A: tl.constexpr,
 ) -> None:
-    """Apply a row's additions whose condition holds to its logits; one program per row of logits.
+    """Add a request's values (logit_bias, bad_words, min_tokens) to its logits, those whose condition holds.
+
+    There is one program per row of logits.
 
     logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the request's row in the row fields; positions_ptr: int64 [R].
     additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS. A row has additions_count additions, which begin at
-        additions_start. prefixes_ptr: int32; a row's prefixes begin at prefixes_start. Counts and starts: [N].
+        additions_start. prefixes_ptr: int32, the tokens of bad words before the last one; a row's prefixes begin at
+        prefixes_start. Counts and starts: [N].
     tail_ptr: int32 [N, tail_length], the last generated tokens, or None: no row has bad words.
     """
     sample = tl.program_id(0).to(tl.int64)
@@ -153,7 +156,7 @@ def record_kernel(
     VOCAB_SIZE: tl.constexpr,
     TILE_L: tl.constexpr,
 ) -> None:
-    """Add a row's sampled token to its counts and its tail; one program per row of logits.
+    """Count a row's sampled token, and append it to the row's tail, its last tokens; one program per row of logits.
 
     row_index_ptr: int32 [S], the request's row in the row fields, -1 for padding; token_ids_ptr: int64 [S], negative
     error codes are skipped; counts_ptr: int16 [N, VOCAB_SIZE] or None; tail_ptr: int32 [N, tail_length] or None.

@@ -39,7 +39,7 @@ def _value(ordered: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Return a number strictly between low and high, two numbers of `_ordered` that differ by more than 1.
+    """Return a number strictly between low and high, integers made by `_ordered` that differ by more than 1.
 
     In even steps it is the mean of the floats, near which logits lie. In odd steps it is the mean of the integers,
     which limits the search to 64 steps.
@@ -101,10 +101,11 @@ def _largest_holding(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (largest threshold in [low, high), sum of the weights above it).
+    """Return (largest threshold in [low, high), sum of the weights of logits above it).
 
     The weights of the logits at or above the threshold sum to at least `target`. This must hold for `low` too, and no
-        logit may be at or above `high`. low, high and the threshold are numbers of _ordered.
+    logit may be at or above `high`. low, high and the threshold are integers that _ordered makes of logits.
+
     count_low: number of logits at or above `low`.
     candidates_ptr: float32 [CANDIDATES], scratch memory of the row. top, BY_MASS: see _weights.
     """

@@ -57,8 +57,9 @@ def best_of_ranks_kernel(
 ) -> None:
     """Choose a row's best token of all ranks; one program per row of logits.
 
-    A row's program uses the PushBuffer slot with its own number. It exchanges keys (see ranks.keys_of) of the ranks'
-    best tokens with the other ranks, which must launch the kernel too.
+    Each rank writes a key of its best token, which orders tokens by score (ranks.keys_of), into the other ranks'
+    memory, and waits for theirs. So all ranks must launch the kernel. A row's program uses the slot of the PushBuffer
+    with the program's number.
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding. addresses_ptr, epochs_ptr, rank,
@@ -119,9 +120,9 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Do what `best_of_ranks` does with best_of_ranks_kernel, which exchanges keys through the push buffer.
+    """Do the work of `best_of_ranks` by launching best_of_ranks_kernel, in which ranks write to each other's memory.
 
-    All ranks launch the kernel together, with the same number of rows, at most the buffer's num_slots.
+    pushed: that memory. All ranks launch the kernel together, with the same number of rows, at most pushed.num_slots.
     """
     num_samples, num_blocks = best_score_SB.shape
     best_of_ranks_kernel[(num_samples,)](

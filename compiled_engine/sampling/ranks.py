@@ -36,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """Receives, from `gumbel.sample` on one rank, the score of each row's best token among the rank's tokens."""
+    """Receives the score of each row's best token among one rank's tokens. `gumbel.sample` writes it."""
 
     first_token: int  # token id of the rank's first column
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed

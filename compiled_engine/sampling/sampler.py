@@ -38,8 +38,8 @@ class SamplingOperations:
     """The operations of sampling that exist twice, as Triton kernels and for the CPU, in the order in which they run.
 
     The arguments are those of the functions in edits.py and of gumbel.sample; `thresholds` takes the logits, the index
-    of each row, and the row fields. `choose` also takes a Best on the CPU. On a GPU it takes a VocabularySlice, and
-    combines the choices of all ranks.
+    of each row, and the row fields. On the CPU, `choose` also takes a Best, which receives the scores of the chosen
+    tokens. On a GPU it takes a VocabularySlice, and combines the choices of all ranks.
     """
 
     add_: Callable[..., None]

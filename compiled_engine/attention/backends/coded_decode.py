@@ -74,7 +74,7 @@ FP8_HALVES = gl.constexpr(
 
 @gluon.jit
 def halves(codes):  # type: ignore[no-untyped-def]
-    """Return the values of codes in float16, not yet multiplied by their scales."""
+    """Return the numbers that 8-bit codes of keys or values stand for, float16, not yet multiplied by their scales."""
     if codes.dtype == gl.uint8:
         values = gl.inline_asm_elementwise(INT8_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
     else:
@@ -84,16 +84,17 @@ def halves(codes):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def raw_halves(codes):  # type: ignore[no-untyped-def]
-    """Return the values of int8 codes in float16 plus RAW_BIAS, not yet multiplied by their scales.
+    """Return what `halves` does for int8 codes, but with the constant RAW_BIAS added to each number.
 
-    This takes no subtraction. The caller subtracts RAW_BIAS times the sum of the query from the scores instead.
+    This saves a subtraction for each code. The caller instead subtracts RAW_BIAS times the sum of a query's elements
+    from the query's scores.
     """
     return gl.inline_asm_elementwise(INT8_RAW_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.constexpr_function
 def value_layout(keys: int, head_dim: int, warps: int) -> Any:
-    """Return the layout of a tile of values [keys, head_dim] in registers.
+    """Return the register layout of a tile of values (V), [keys, head_dim], in a program of `warps` warps.
 
     Each thread reads neighbouring elements of the values that it needs for its part of the matrix product.
     """
@@ -107,7 +108,7 @@ def value_layout(keys: int, head_dim: int, warps: int) -> Any:
 
 @gluon.jit
 def column_of(d_D, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the index of the head's element that each column d_D of the results holds."""
+    """Return which element of the head is in column d_D of the results, whose columns are permuted; see the module."""
     return d_D % (8 * WARPS) * (HEAD_DIM // (8 * WARPS)) + d_D // (8 * WARPS)
 
 
@@ -125,10 +126,10 @@ def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.co
 
 @gluon.jit
 def _blocks(table_ptr, first_key, end_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the block id of each key of a tile, found with one lookup per PART keys; 0 from end_key on.
+    """Return the block id of each key of a tile; 0 for keys from position end_key on.
 
-    table_ptr: the request's row of the block table. first_key: position of the tile's first key, a multiple of PART.
-    n_N: the tile's keys, counted from first_key.
+    table_ptr: the request's row of the block table, read once for each PART consecutive keys, which share a block.
+    first_key: position of the tile's first key, a multiple of PART. n_N: the tile's keys, counted from first_key.
     """
     block_N = n_N * 0
     for part in gl.static_range(KEYS // PART):
@@ -192,7 +193,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Return (scales of a tile's int8 keys, scales of its values) as bits of bfloat16; 1 from end_key on."""
+    """Return (scales of a tile's int8 keys, scales of its values) as bits of bfloat16; scale 1 from key end_key on."""
     slot_N = _slots(first_key, n_N, KEYS, BLOCK_SIZE)
     offset_N = scale_offset(block_N, slot_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
     stored_N = n_N < end_key - first_key
@@ -286,10 +287,10 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
-    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see triton_combine.Partials.
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
-    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
-        all.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see work_list.split_length. WINDOW: keys that a
+        query sees, 0: all.
     KEYS: keys of a tile; STAGES: tiles in the ring buffer; RAW_KEYS: see raw_halves.
     STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """

@@ -63,10 +63,11 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return upper bounds of the context length, ascending, at which launches for these decodes change on Hopper.
+    """Return the context lengths, ascending, up to which Hopper's kernels for short contexts serve these decodes.
 
-    Kernels for short contexts serve contexts up to the last bound: few decodes if one program can read all keys of a
-    request, and many decodes if their keys are not split. Empty if these kernels never serve that many decodes.
+    The kernels are launched differently up to each length. Few decodes have the lengths up to which one program can
+    read all keys of a request; many decodes have the length up to which keys are not split. Empty if these kernels
+    never serve that many decodes.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
@@ -79,10 +80,10 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return upper bounds of the context length, ascending, for which one kernel serves decodes over an 8-bit cache.
+    """Return the context lengths, ascending, up to which one kernel serves these decodes over an 8-bit cache.
 
-    The kernel also rotates queries and keys. A program reads all keys of a request and K/V head, unless short_splits
-    splits them. Empty if the decodes are too many for this kernel.
+    The kernel also rotates queries and keys. A program reads all keys of a request and K/V head, unless the function
+    short_splits splits them. Empty if the decodes are too many for this kernel.
     """
     fits = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
     return SHORT_CONTEXTS if fits else ()
@@ -102,10 +103,11 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
-    """Return the context lengths of `short_contexts` at which launches for requests with drafts change.
+    """Return those of `short_contexts` up to which requests with drafts have launches of their own.
 
-    in_one_tile: whether short_drafts.py can serve the requests. Its single tile holds all keys, so its size depends on
-    the context. Otherwise, launches for shorter contexts differ only for up to FEW_REQUESTS requests, see short_splits.
+    short_contexts: the lengths for requests without drafts, ascending. in_one_tile: whether the kernel of
+    short_drafts.py can serve the requests. Its single tile holds all keys, so the tile's size depends on the context.
+    Otherwise only the last length counts, except for up to FEW_REQUESTS requests, whose keys short_splits may split.
     """
     few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
     return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
@@ -114,9 +116,9 @@ def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
     """Return whether one kernel for norm, rotation, KV write and attention is faster than several.
 
-    One kernel is faster if SMALL programs share a multiprocessor and contexts are short. With a single request there
-    are larger programs, which would all wait for the norm; with long contexts the first tile would occupy registers
-    that later tiles need.
+    One kernel is faster if contexts are short and programs small: SMALL of them share a multiprocessor. With a single
+    request, programs are larger and would all wait for the norm. With long contexts, the first tile would occupy
+    registers that later tiles need.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 

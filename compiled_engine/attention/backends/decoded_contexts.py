@@ -75,14 +75,15 @@ def decode_contexts_kernel(
 ) -> None:
     """Dequantise contexts. Program (block, half) writes a workspace block's keys (half 0) or values (half 1).
 
-    Nothing is dequantised if the contexts need more than `capacity` blocks. Blocks before all windows are skipped.
+    Nothing is dequantised if the contexts need more than `capacity` blocks. With a window, blocks whose keys no query
+    sees are skipped.
 
     cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; new_cache_ptr: the workspace, [capacity, 2, P,
         K, d].
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs; work_ptr: see work_list.
     new_table_ptr: int32 [R, B], to which the workspace's blocks of each prompt are written.
-    num_tiles_ptr: int32 [2], to which program (0, 0) writes how many tiles read the workspace and how many read codes:
-        all and none, or none and all.
+    num_tiles_ptr: int32 [2], to which program (0, 0) writes how many tiles of the work list read the workspace, and how
+        many read codes. One number is that of all tiles, the other 0.
     """
     block = tl.program_id(0)
     half = tl.program_id(1)
@@ -140,7 +141,7 @@ class PrefillSource(NamedTuple):
     kv_cache_N2PKd: torch.Tensor
     inputs: AttentionInputs
     scoring: Scoring
-    num_tiles: torch.Tensor | None  # see num_tiles_of
+    num_tiles: torch.Tensor | None  # see work_list.num_tiles_of
 
 
 class DecodedContexts(NamedTuple):

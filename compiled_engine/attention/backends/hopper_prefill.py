@@ -76,7 +76,7 @@ class Rings(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The sizes of heads, blocks, boxes and the window for which a kernel is compiled."""
+    """The sizes for which a kernel is compiled: of heads (dim), blocks, the window, and boxes (rows of a copy)."""
 
     dim: Any
     group: Any
@@ -93,7 +93,10 @@ def heads_of(*numbers: Any) -> Heads:
 
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (K/V head, request, first query) of an item; request 0 and query 0 past the last item."""
+    """Return (K/V head, request, first query) of an item of work; request 0 and query 0 past the last item.
+
+    item: the item's number. An item is a tile of the work list for one K/V head.
+    """
     tile_ptr = batch.tiles_ptr + tile_length(HEADS.num_kv_heads) * (item // HEADS.num_kv_heads)
     there = item < batch.num_items
     return item % HEADS.num_kv_heads, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
@@ -124,7 +127,10 @@ def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-
 
 @gluon.jit
 def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a view of a stage as its boxes, [dim / WIDTH * KEYS / box, box, WIDTH]."""
+    """Return a view of a stage (a tile's place in a ring buffer) as boxes, which are copied one by one.
+
+    The view is [dim / WIDTH * KEYS / box, box, WIDTH], with dim and box of HEADS.
+    """
     height: gl.constexpr = HEADS.box
     number: gl.constexpr = HEADS.dim // WIDTH * (KEYS // height)
     if RENAMED:
@@ -136,7 +142,7 @@ def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a view of a stage as one tile, [KEYS, dim]."""
+    """Return a view of a stage (a tile's place in a ring buffer) as one tile, [KEYS, HEADS.dim]."""
     if RENAMED:
         tile = stage.reinterpret(stage.dtype, [KEYS, HEADS.dim], SHARED)
     else:
@@ -146,9 +152,10 @@ def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_tile(cache_desc, rows, column, full, stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy a tile of keys or values into a stage: one box for each row of `rows` and each WIDTH columns.
+    """Start to copy a tile of keys or values from the cache into a stage of a ring buffer.
 
-    rows: the first row of each box. column: the first column of the K/V head. full: the stage's barrier.
+    The tile is copied in boxes of HEADS.box rows and WIDTH columns. cache_desc: see hopper_prefill_kernel. rows: in the
+    cache, the first row of each box. column: the first column of the K/V head. full: the stage's barrier.
     """
     boxes: gl.constexpr = KEYS // HEADS.box
     widths: gl.constexpr = HEADS.dim // WIDTH
@@ -205,7 +212,7 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
 
 @gluon.jit
 def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scores with -inf for keys that a query does not see. key_tile: index of the tile."""
+    """Return a tile's scores, with -inf for keys that a query does not see. key_tile: the tile's index."""
     keys_N = key_tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     return gl.where(seen(keys_N, positions_M, HEADS.window), scores_MN, float("-inf"))
 
@@ -214,8 +221,8 @@ def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.cons
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zero the values of a stage from row `end` on, in the box that contains this row.
 
-    These values may be uninitialised, and NaN times a weight of zero is NaN. Later boxes are zeros already, see
-    OUTSIDE.
+    These values may be uninitialised, and NaN times a weight of zero is NaN. Later boxes are zeros already, since
+    they were copied from the row OUTSIDE, which the cache does not have.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     height: gl.constexpr = HEADS.box
@@ -412,7 +419,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
     cache_desc: the cache as [N * 2 * P, K * d], in boxes of [BOX, WIDTH]. q_ptr, out_ptr: [T, H, d], 16 bits like the
         cache.
-    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see work_list.num_tiles_of.
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
     scale_log2: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
 

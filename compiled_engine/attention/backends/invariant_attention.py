@@ -74,7 +74,10 @@ def folded(
     split_sum_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return the online softmax's (acc, max, sum) of the splits so far, combined with those of the next split."""
+    """Return the online softmax's (acc, max, sum) of the splits so far, combined with those of the next split.
+
+    acc_parts: the weighted sum of values, a tuple of one tile [M, D]. max_M, sum_M: largest score and sum of weights.
+    """
     new_max_M = tl.maximum(max_M, split_max_M)
     before_M = tl.exp2((max_M - new_max_M) * scale_log2)
     added_M = tl.exp2((split_max_M - new_max_M) * scale_log2)

@@ -64,7 +64,10 @@ class LayerFacts(NamedTuple):
     wide: bool = False  # heads of a size for which no kernel of ROTATING exists
 
     def short_contexts(self, num_requests: int) -> tuple[int, ...]:
-        """Return the bounds of short_contexts_of or few_short_contexts; () if the layer has no such kernels."""
+        """Return the context lengths, ascending, up to which special kernels serve num_requests decodes.
+
+        () if the layer has no such kernels. See short_contexts_of and few_short_contexts.
+        """
         if self.on_hopper:
             return short_contexts_of(num_requests, self.num_kv_heads, self.num_sms)
         if self.on_gpu and is_coded(self.cache_dtype) and not self.wide:

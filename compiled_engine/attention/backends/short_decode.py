@@ -51,7 +51,9 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 def weighed(  # type: ignore[no-untyped-def]
     q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout: gl.constexpr, KEYS: gl.constexpr, CAP_SCALE: gl.constexpr
 ):
-    """Return (weights of a tile, factor for acc, new max, new sum), see triton_tile.weigh. Hidden keys have weight 0.
+    """Return (weights of a tile's keys, factor for the values summed so far, new largest score, new sum of weights).
+
+    See triton_tile.weigh. Keys that a query does not see have weight 0.
 
     q_MD, k_DN: operands of the tensor cores. seen_MN: mask of keys that queries see. The weights are an operand of the
     product with values.

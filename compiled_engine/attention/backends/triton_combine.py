@@ -67,9 +67,11 @@ def store_partials(
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """Store the parts of acc [M, D], max [M] and sum [M] of a split in buffers laid out as Partials.
+    """Store the partial results of M rows for a split in buffers laid out as Partials.
 
-    partials_M: the index of each row's partial result, counted over all rows, heads and splits. mask_M: rows to store.
+    acc_parts: weighted sums of values, in one tile [M, D], or two for a head with a tail (triton_tile.py). max_M,
+    sum_M: largest scores and sums of weights. partials_M: the index of each row's partial result, counted over all
+    rows, heads and splits. mask_M: rows to store.
     """
     elements = head_elements(HEAD_DIM, TILE_D)
     masks = head_masks(mask_M, elements, HEAD_DIM)
@@ -186,7 +188,7 @@ def combine_kernel(
 
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
     out_ptr: [rows, H, d]; seq_lens_ptr: int32 [rows]; sinks_ptr: [H] or None.
-    min_keys, GRAIN: see split_length; the same as for the kernel that stored the partial results.
+    min_keys, GRAIN: see work_list.split_length; the same as for the kernel that stored the partial results.
     QUERY_LEN: consecutive rows that share a request and its splits. TILE_Q, TILE_S: QUERY_LEN and the number of splits,
         rounded up to powers of two. TILE_D: elements of a part.
     """

@@ -165,9 +165,10 @@ def decode_kernel(
     combine_kernel combines.
 
     q_ptr, out_ptr: [R, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
-    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see triton_combine.Partials.
     seq_lens_ptr, block_table_ptr: see AttentionInputs. A padding row gets zeros.
-    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. LOOK_AHEAD: see fold_keys.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see work_list.split_length. LOOK_AHEAD: see
+        triton_tile.fold_keys.
     WINDOW: keys that a query sees, 0: all. TILE_Q: QUERY_LEN, TILE_M: TILE_QUERIES * GROUP, TILE_D: HEAD_DIM, each
         rounded up; TILE_N: keys of a tile.
     """

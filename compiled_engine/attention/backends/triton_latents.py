@@ -154,7 +154,8 @@ def attend_latents_kernel(
     results. Rows of a request with seq_len 0 (padding) get zeros.
 
     q_ptr: [T, H, WIDTH]; out_ptr: [T, H, LATENT]; cache_ptr: [N, 1, P, 1, WIDTH]. partial_ptr, partial_max_ptr,
-    partial_sum_ptr: see Partials, by request. query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    partial_sum_ptr: see triton_combine.Partials, by request. query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see
+    AttentionInputs.
     TILE_R, TILE_P: LATENT and WIDTH - LATENT, rounded up to powers of two.
     """
     tile = tl.program_id(0)

@@ -102,13 +102,13 @@ def listed_decode_kernel(
     """Compute decode attention. Program p computes items p, p + programs, ... of the work list.
 
     An item is one split of a request's keys for one K/V head. A request's only split writes the result to out.
-    Otherwise each split stores partial results and adds 1 to a counter in `arrived`; the split that finishes last
-    combines the partial results.
+    Otherwise each split stores partial results and adds 1 to a counter in the work list (its part `arrived`). The split
+    that finishes last combines the partial results.
 
     q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     partial_ptr: float32 [R, H, MAX_SPLITS, d]; partial_max_ptr, partial_sum_ptr: float32 [R, H, MAX_SPLITS]; see
-        Partials.
-    work_ptr, MAX_SPLITS, HEADER: see work_list. min_keys, GRAIN: see split_length.
+        triton_combine.Partials.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. min_keys, GRAIN: see work_list.split_length.
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
     """

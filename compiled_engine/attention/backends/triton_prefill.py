@@ -68,7 +68,7 @@ class PrefillTiles:
 class KeySplits(NamedTuple):
     """Buffers for the partial results of programs that share the keys of a tile, and the fewest keys of a program.
 
-    partials: acc [P, rows, d], max and sum [P, rows] of P programs, see Partials.
+    partials: acc [P, rows, d], max and sum [P, rows] of P programs, see triton_combine.Partials.
     """
 
     partials: Partials
@@ -155,7 +155,7 @@ def prefill_kernel(
     there are at least twice as many programs as such items, an item has only a part of the keys.
 
     q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
-    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see work_list.num_tiles_of.
     partial_ptr, partial_max_ptr, partial_sum_ptr, min_keys: see KeySplits. Pointers None: no keys are split.
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr, keys_ahead_ptr (or None): see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.

@@ -112,10 +112,10 @@ def rope_decode_kernel(
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
-    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see triton_combine.Partials.
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
-    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
-        all.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see work_list.split_length. WINDOW: keys that a
+        query sees, 0: all.
     FIRST_N: keys of the first tile; TILE_N: keys of later tiles; TILE_M, TILE_D: GROUP and HEAD_DIM, rounded up.
     STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """

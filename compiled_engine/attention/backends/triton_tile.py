@@ -128,7 +128,10 @@ def tail_of(head_dim: int, tile_d: int) -> int:
 
 @triton.jit
 def head_elements(HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Return the indices of a head's elements in each of its parts, [D] each."""
+    """Return the indices of a head's elements in each of its parts, [D] each.
+
+    A head has one part, or two if it has more than TILE_D elements: the first TILE_D, and the rest, its tail.
+    """
     TAIL_D: tl.constexpr = tail_of(HEAD_DIM, TILE_D)
     if TAIL_D == 0:
         return (tl.arange(0, TILE_D),)
@@ -138,9 +141,9 @@ def head_elements(HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr) -> tuple[tl.tens
 
 @triton.jit
 def head_masks(mask_M: tl.tensor, elements: tl.tuple, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Return a mask [M, D] for each part of heads: elements that exist, in the rows of mask_M.
+    """Return a mask [M, D] for each part of M heads: elements that exist (not padding), in the rows of mask_M.
 
-    elements: see head_elements.
+    elements: the indices of each part's elements, from head_elements.
     """
     return [mask_M[:, None] & (d_D[None, :] < HEAD_DIM) for d_D in elements]  # type: ignore[return-value]
 
@@ -149,9 +152,9 @@ def head_masks(mask_M: tl.tensor, elements: tl.tuple, HEAD_DIM: tl.constexpr) ->
 def load_queries(
     ptrs_M1: tl.tensor, elements: tl.tuple, masks: tl.tuple, CACHE_MODIFIER: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return the parts [M, D] of query heads; zeros for elements that do not exist.
+    """Load query heads, in parts [M, D]: one tile, or two for heads with a tail. Elements of padding are zeros.
 
-    ptrs_M1: pointers to the heads, [M, 1]. elements, masks: see head_elements, head_masks.
+    ptrs_M1: pointers to the heads, [M, 1]. elements, masks: results of head_elements and head_masks.
     """
     first_MD = tl.load(ptrs_M1 + elements[0][None, :], mask=masks[0], other=0.0, cache_modifier=CACHE_MODIFIER)
     if len(masks) == 1:
@@ -163,9 +166,10 @@ def load_queries(
 
 @triton.jit
 def store_parts(ptr: tl.tensor, offsets_M1: tl.tensor, parts: tl.tuple, elements: tl.tuple, masks: tl.tuple) -> None:
-    """Store the parts [M, D] of heads, in the dtype of ptr.
+    """Store M heads in the dtype of ptr.
 
-    offsets_M1: offsets of the heads, [M, 1]. elements, masks: see head_elements, head_masks.
+    offsets_M1: offsets of the heads from ptr, [M, 1]. parts: the heads' elements, in one tile [M, D], or two for heads
+    with a tail. elements, masks: results of head_elements and head_masks.
     """
     for part in tl.static_range(len(elements)):
         ptrs_MD = ptr + offsets_M1 + elements[part][None, :]
@@ -196,7 +200,7 @@ def load_rows(
 def load_parts(
     ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return the parts [N, D] of heads. Arguments are those of load_rows."""
+    """Load keys or values in parts [N, D]: one tile, or two for heads with a tail. See load_rows for the arguments."""
     TAIL_D: tl.constexpr = tail_of(HEAD_DIM, TILE_D)
     if TAIL_D == 0:
         return (load_rows(ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D),)
@@ -207,7 +211,7 @@ def load_parts(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """Return the scores (see `scales`) of dot products of queries and keys. scores: the dot products."""
+    """Return dot products of queries and keys with the soft cap applied, if any. CAP_SCALE: see `scales`."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores
@@ -222,7 +226,10 @@ def scores_of(
     scale_log2: tl.tensor,
     CAP_SCALE: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores [M, N], see `scales`. q_parts: [M, D] each; k_parts: [N, D] each.
+    """Return scores [M, N] of queries and keys: their dot products, with the soft cap applied, if any.
+
+    q_parts, k_parts: queries [M, D] and keys [N, D], in one tile each, or two for heads with a tail. scale_log2,
+    CAP_SCALE: see `scales`.
 
     k_scale_N, v_scale_N: fp32 scales of 8-bit keys and values; None: there are none. The scales of values are added to
     the scores as logarithms. So weights are multiplied by codes, and the largest weight is 1: none of the precision of
@@ -241,7 +248,9 @@ def scores_of(
 
 @triton.jit
 def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (weights [M, N] of a tile, factor [M] for acc and sum before the tile is added, new max_M).
+    """Return (weights [M, N] of a tile, factor [M], new max_M).
+
+    The online softmax's acc and sum must be multiplied by the factor before the tile is added.
 
     max_M: the largest score of each row before this tile.
     """
@@ -264,7 +273,11 @@ def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
 def add_values(
     acc_parts: tl.tuple, weights_MN: tl.tensor, v_parts: tl.tuple, dtype: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return acc plus the tile's values times their weights. dtype: the dtype of this multiplication."""
+    """Return acc (the weighted sum of values) plus a tile's values times their weights.
+
+    acc_parts, v_parts: sums [M, D] and values [N, D], in one tile each, or two for heads with a tail. dtype: the dtype
+    of the multiplication.
+    """
     weights_MN = weights_MN.to(dtype)
     first_MD = tl.dot(weights_MN, numbers(v_parts[0], dtype), acc_parts[0], input_precision="ieee")
     if len(acc_parts) > 1:
@@ -275,7 +288,7 @@ def add_values(
 
 @triton.jit
 def rescaled(acc_parts: tl.tuple, factor_M: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Return acc times the factor of each row."""
+    """Return acc (weighted sums of values, in one tile or two) times the factor of each row."""
     return [acc_MD * factor_M[:, None] for acc_MD in acc_parts]  # type: ignore[return-value]
 
 
@@ -300,6 +313,8 @@ def attend_tile(
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
     """Return the online softmax's (acc, max, sum) of all rows, updated with TILE_N keys from first_key on.
 
+    q_parts, acc_parts: queries [M, D], and weighted sums of values (acc), in one tile each, or two for heads with a
+        tail.
     positions_M: the position of each query. ahead_M: see `seen`.
     end_key: end of the keys that are stored.
     block_N: the block of each key, see blocks_of.
@@ -412,9 +427,10 @@ def attend_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tuple[tl.tensor, ...], tl.tensor, tl.tensor]:
-    """Return (parts of acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
+    """Return the online softmax's (acc, max [M], sum [M]) of a request's queries over keys first_key .. end_key - 1.
 
-    q_ptrs_M: pointers to each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
+    acc, the weighted sums of values, is a tuple of one tile [M, D], or two for heads with a tail. q_ptrs_M: pointers to
+    each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
     """
     elements = head_elements(cache.HEAD_DIM, TILE_D)
     masks = head_masks(mask_M, elements, cache.HEAD_DIM)
@@ -440,7 +456,7 @@ def attend_keys(
 
 @triton.jit
 def no_sums(TILE_M: tl.constexpr, elements: tl.tuple) -> tuple[tl.tensor, ...]:
-    """Return zeros for the parts of acc. elements: see head_elements."""
+    """Return zeros [TILE_M, D] for each tile of acc, the weighted sum of values. elements: see head_elements."""
     return [tl.zeros([TILE_M, d_D.shape[0]], tl.float32) for d_D in elements]  # type: ignore[return-value]
 
 
@@ -456,7 +472,8 @@ def normalised(
 ) -> tl.tensor:
     """Return acc divided by the sum of the weights, including that of the head's sink; zeros for rows that saw no key.
 
-    sinks_ptr: [H], see Scoring; None: no sinks. heads_M: the query head of each row. mask_M: rows whose head exists.
+    acc_MD: weighted sums of values. max_M, sum_M: largest scores and sums of weights. sinks_ptr: [H], see Scoring;
+    None: no sinks. heads_M: the query head of each row. mask_M: rows whose head exists.
     """
     if sinks_ptr is not None:
         sink_M = tl.load(sinks_ptr + heads_M, mask=mask_M, other=0.0).to(tl.float32)
@@ -475,5 +492,5 @@ def normalised_parts(
     mask_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tuple[tl.tensor, ...]:
-    """Return the results of `normalised` for the parts of acc."""
+    """Apply `normalised` to each tile of acc: one, or two for heads with a tail. Returns the results."""
     return [normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2) for acc_MD in acc_parts]  # type: ignore[return-value]

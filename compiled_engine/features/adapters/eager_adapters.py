@@ -37,9 +37,9 @@ def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Paramete
 
 
 class EagerAdapters:
-    """The `EagerFeature` of adapters. It adds variants of the forward and of the logits in which hooks add adapters.
+    """Adds variants of an eager model's forward and logits, in which hooks add the adapters' results to linears.
 
-    In the variants without adapters, the hooks add nothing.
+    Implements EagerFeature. In the model's own forward and logits, the hooks add nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -1,8 +1,8 @@
 """Has the ranks load the LoRA adapters that users name, and assigns slots to the adapters of running requests.
 
-A slot is a place for one adapter in tensors on the device, see slots.py. The extras of a NewRequest hold the slot
-of its adapter. The extras of a SchedulerOutput map slots to the digests of the adapters that must be placed there
-before the step.
+A slot is a place for one adapter in tensors on the device, see slots.py. NewRequest.extras have the slot of the
+request's adapter. SchedulerOutput.extras map slots to the digests of the adapters that must be placed there before the
+step.
 """
 
 from __future__ import annotations

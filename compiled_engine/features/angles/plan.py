@@ -32,13 +32,13 @@ class AnglesByLength(PlanFeature):
             _set_root(request, request.num_prompt_tokens)
 
     def outgrown(self, request: Request) -> None:
-        """Give the request the angles that all requests beyond the border have (LongRoPE)."""
+        """Give the request the angles that all requests of more than `border` tokens have (LongRoPE)."""
         request.outgrown_at = sys.maxsize
         _set_root(request, self._border + 1)
 
 
 def _set_root(request: Request, length: int) -> None:
-    """Change the request's prefix root, so that blocks are only shared with requests that have the same angles.
+    """Change the root of the request's block hashes, so that only requests with the same angles share blocks.
 
     length: the length in tokens that determines the angles.
     """

@@ -10,14 +10,17 @@ from compiled_engine.rows.row_fields import RowField, RowFields
 
 
 class StepAngles(StepFeature):
-    """Sets the row field from which the step tensor of angle lengths is computed, see attention/inputs.py."""
+    """Stores each request's angle length in its row of the field FIRST_LENGTH on the device.
+
+    The forward's input ANGLE_LENGTHS is computed from this field, see attention/inputs.py.
+    """
 
     def __init__(self, angles: LengthAngles, fields: RowFields) -> None:
         self._recomputes, self._fields = angles.recomputes, fields
         fields.declare(RowField(FIRST_LENGTH))
 
     def added(self, row: int, request: NewRequest) -> None:
-        """Set the row field to the number of all known tokens (LongRoPE) or of the prompt's tokens (dynamic NTK).
+        """Set the angle length to the number of all known tokens (LongRoPE) or of the prompt's tokens (dynamic NTK).
 
         See features/angles/plan.py for these two kinds of angles.
         """

@@ -28,9 +28,10 @@ from compiled_engine.passes.layout.layer_inputs import layer_stack
 
 
 class EagerImages:
-    """The `EagerFeature` that adds the variant IMAGES, whose hooks merge embeddings; other variants run without them.
+    """Adds a variant of the forward, IMAGES, in which hooks replace embeddings of tokens by embeddings of images.
 
-    In an engine with adapters, it extends the variant ADAPTED, so it must come after the feature of adapters.
+    Implements EagerFeature. In an engine with adapters, IMAGES extends their variant ADAPTED, so this feature must come
+    after that of adapters.
     """
 
     def __init__(self, config: EngineConfig, images: ImagesConfig) -> None:
@@ -108,7 +109,7 @@ class EagerImages:
     def _choose_keys(self, step: Any, has_window: bool, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Let a layer's attention see later keys of the same image, if the layer has a window; otherwise not.
 
-        Does nothing in other variants. step: the model's current arguments, which are changed.
+        Does nothing unless the variant IMAGES runs. step: the model's current arguments, which are changed.
         """
         if self._index_T is not None:
             step.inputs = replace(step.inputs, keys_ahead_T=self._ahead_T if has_window else None)
@@ -118,7 +119,7 @@ class EagerImages:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return cos and sin of positions in three dimensions, in the shape and dtype of the module's output.
 
-        Returns None, so that the output stays, unless the variant runs and the model has such positions.
+        Returns None, so that the output stays, unless the variant IMAGES runs and the model has such positions.
         """
         if self._deltas_T3 is None:
             return None

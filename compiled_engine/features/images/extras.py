@@ -58,7 +58,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def contents(self) -> Iterator[Content]:
-        """A Content for each run. Its key joins the image's key and the number of embeddings before the run."""
+        """A Content for each run of positions. Its key joins the image's key and the number of embeddings before it."""
         before = 0
         for first, length in self.runs:
             yield Content(first, length, f"{self.key} {before}")

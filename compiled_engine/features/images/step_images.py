@@ -53,7 +53,8 @@ class _Row:
 class StepImagesOnDevice(StepFeature):
     """Runs the vision tower before a step, and chooses the variant IMAGES for steps that compute positions of images.
 
-    Each rank has a whole tower. embeddings: the kept parameter of passes/images/merge_embeddings.py.
+    Each rank has a whole tower. embeddings: the buffer from which the forward reads embeddings, a parameter declared in
+    passes/images/merge_embeddings.py.
     """
 
     name = NAME
@@ -142,7 +143,7 @@ class StepImagesOnDevice(StepFeature):
         return IMAGES if needed else ""
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Write the step tensors that the variant IMAGES reads, if the batch runs it."""
+        """Write the inputs of the forward that only the variant IMAGES reads, if the batch runs this variant."""
         if batch.variant != IMAGES:
             return
         index_T = np.full(batch.padded_tokens, -1, np.int32)

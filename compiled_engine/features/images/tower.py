@@ -76,10 +76,10 @@ class Tower:
         return CompileCounts(0, 0) if self.compiled is None else self.compiled.counts
 
     def embed(self, images: Sequence[Image]) -> torch.Tensor:
-        """Return the embeddings of all images, one after the other: [E, (1 + levels) * D] in the model's dtype.
+        """Return the E embeddings of all images, one after the other: [E, (1 + levels) * D] in the model's dtype.
 
-        images: the processor's output for each image, on the CPU. Does not wait for the device. The result is valid
-        until the next replay of a graph.
+        levels: the number of further embeddings of each position, see VisionDescription. images: the processor's output
+        for each image, on the CPU. Does not wait for the device. The result is valid until the next replay of a graph.
         """
         inputs = self._inputs(images)
         if self.graphs is not None and (key := self.graphs.key_for(inputs)) is not None:

@@ -34,11 +34,11 @@ class TowerForwards:
 
 
 class TowerGraphs:
-    """A vision tower's forward as a `Capturable`, for the numbers of tokens in config.graph.token_sizes.
+    """CUDA graphs of a vision tower's forward, for the numbers of tokens in config.graph.token_sizes.
 
-    A token here is an embedding of an image's grid, or a tile if the tower divides images into tiles. Attention is
-    captured too. config: the tower's. replay: replays the graph of a key for a number of tokens, and returns its
-    result.
+    Implements Capturable, the interface of work that graphs capture. A token here is an embedding of an image's grid,
+    or a tile if the tower divides images into tiles. Attention is captured too. config: the tower's. replay: replays
+    the graph of a key for a number of tokens, and returns its result.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class StageTraffic(StepFeature):
 
 
 class SendTail:
-    """The `Tail` of a stage that is not the last. It sends the forward's output to the next stage."""
+    """Sends the forward's output to the next stage, in every stage but the last. Implements step_hooks.Tail."""
 
     def __init__(self, traffic: StageTraffic, advance: Advance) -> None:
         self._traffic, self.advance = traffic, advance

@@ -29,10 +29,10 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, Any]:
-    """Return the extras of a request.
+    """Return the entries for EngineRequest.extras of a pooling request.
 
-    `by_token` says whether it gets a vector for each token. `second_text` is the number of tokens before the second
-    text, None if there is only one text.
+    by_token: whether it gets a vector for each token. second_text: the number of tokens before the second text; None if
+    there is only one text.
     """
     extras: dict[str, Any] = {NAME: True} if by_token else {}
     if second_text is not None:
@@ -41,6 +41,6 @@ def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, An
 
 
 def vectors_in(extras: dict[str, Any]) -> Vectors | None:
-    """Return the vectors from the extras of an output, if it has any."""
+    """Return the vectors in the extras of an EngineOutput; None if there are none."""
     found = extras.get(NAME)
     return None if found is None else msgspec.convert(found, Vectors)

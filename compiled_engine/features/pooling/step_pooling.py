@@ -78,9 +78,10 @@ class ByToken(StepFeature):
 
 
 class TokenTypes(StepFeature):
-    """Stores in a row field where the second of two texts begins, for models with token type embeddings.
+    """Stores where the second of a request's two texts begins, for models with token type embeddings.
 
-    The step tensor of token types is computed from this row field, see attention/inputs.py.
+    The value is in the request's row of the field SECOND_TEXT on the device. The forward's input of token types is
+    computed from this field, see attention/inputs.py.
     """
 
     name = TOKEN_TYPES
@@ -95,7 +96,10 @@ class TokenTypes(StepFeature):
 
 
 class StepPooling:
-    """The `Tail` of a model that pools. Only causal models use row fields: their prompts may take several steps."""
+    """Pools the forward's output. Implements step_hooks.Tail.
+
+    Only causal models need row fields (a row of state for each request), since their prompts may take several steps.
+    """
 
     def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: Advance) -> None:
         model = parts.config.model
@@ -153,7 +157,7 @@ class StepPooling:
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pool each request's tokens up to the end of this step. Return fp32 [R, W], W values for each of R requests.
 
-        For causal models, the result is also stored in row fields.
+        For causal models, the result is also stored in row fields, the requests' state on the device.
         """
         count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers

@@ -1,8 +1,9 @@
 """Defines the data of prompt log-probabilities in the `extras` of messages between the frontend and the engine core.
 
-In an EngineRequest that continues in another replica: the first position that has not been delivered. In a step's
-result and an EngineOutput: the position of the first row, and the rows. The row of position p has the log-probability
-of prompt token p given the tokens before it, so positions start at 1.
+A row has the log-probabilities at a position p of the prompt: that of prompt token p given the tokens before it, and
+those of the most likely tokens. So positions start at 1. A step's result and an EngineOutput have the position of the
+first row, and the rows. An EngineRequest that continues in another replica has the first position whose row has not
+been delivered.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ FIRST = 1
 
 
 def resumed(request: EngineRequest, position: int) -> dict[str, Any]:
-    """Return the extras with which a request continues after the rows before `position` have been delivered."""
+    """Return EngineRequest.extras for a request that continues, of which the rows before `position` were delivered.
+
+    A row has the log-probabilities of a position of the prompt.
+    """
     return request.extras if position == FIRST else request.extras | {NAME: position}
 
 
 def next_position(request: EngineRequest) -> int:
-    """Return the first position whose row has not been delivered."""
+    """Return the first position of the prompt whose row of log-probabilities has not been delivered."""
     return request.extras.get(NAME, FIRST)
 
 
 def rows_in(extras: dict[str, Any]) -> tuple[int, LogprobRows] | None:
-    """Return the position of the first row and the rows, read from the extras of an output; None if it has no rows."""
+    """Return the position of the first row of log-probabilities, and the rows; None if an output's extras have none."""
     found = extras.get(NAME)
     return None if found is None else as_rows(found)
 

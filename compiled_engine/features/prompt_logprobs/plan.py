@@ -24,9 +24,10 @@ class PromptLogprobs(PlanFeature):
         self._note(request)
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the rows in a step's results that have not been delivered, as extras of the request's output.
+        """Return the rows of log-probabilities that have not been delivered, as an entry of the output's extras.
 
-        Raises RuntimeError if positions are missing.
+        extras: features' data in the step's result, among them the step's rows. Raises RuntimeError if positions are
+        missing.
         """
         found = extras.get(NAME, {}).get(request.request_id)
         if found is None:
@@ -46,5 +47,5 @@ class PromptLogprobs(PlanFeature):
         self._next.pop(request, None)
 
     def _note(self, request: Request) -> None:
-        """Make the request compute every prompt token, cached ones too, until all its rows are delivered."""
+        """Make the request compute every prompt token, cached ones too, until all log-probabilities are delivered."""
         request.computes_every_token = self._next[request] < request.num_prompt_tokens

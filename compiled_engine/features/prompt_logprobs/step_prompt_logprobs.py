@@ -22,7 +22,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PromptRows:
-    """A step's rows of prompt log-probabilities, which are being copied to the host. Implements Deferred."""
+    """A step's log-probabilities of prompts, a row for each position, being copied to the host. Implements Deferred."""
 
     # By request: the position of the first row, and the rows in chunks, see logprob_rows.
     chunks: dict[str, tuple[int, list[torch.Tensor]]]
@@ -36,12 +36,12 @@ class PromptRows:
 
 
 class StepPromptLogprobs(StepFeature):
-    """Computes the rows of requests that ask for prompt log-probabilities, in the steps that compute the prompts."""
+    """Computes log-probabilities of prompt tokens, in the steps that compute the prompts, for requests that ask."""
 
     name = NAME
 
     def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
-        """`computes` is False in pipeline stages before the last: they only run the forward, and compute no rows."""
+        """Make the feature. computes: False in pipeline stages before the last, which compute no log-probabilities."""
         self._computes = computes
         self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
         self.rows: dict[int, int] = {}  # rows of these requests, with the value of prompt_logprobs
@@ -62,10 +62,10 @@ class StepPromptLogprobs(StepFeature):
         )
 
     def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
-        """Compute the rows of a step, for the requests in prefill that ask for log-probabilities, and return them.
+        """Compute the log-probabilities of a step's prompt tokens, for requests that ask for them, and return them.
 
-        The hidden state of a prompt token yields the row of the next prompt token. Returns None if this stage does not
-        compute rows.
+        The hidden state of a prompt token yields the row of log-probabilities of the next prompt token. Returns None in
+        a pipeline stage before the last.
         """
         if not self._computes:
             return None

@@ -35,9 +35,9 @@ LEAST_GAIN = 64
 class StateSnapshots(PlanFeature):
     """Plans the snapshots of `num_slots` slots, of which the least recently used one is evicted.
 
-    Implements FillableResource. A request holds no snapshot: its state is copied from one at admission. The extras of a
-    NewRequest hold the slot of the snapshot that it begins with. The extras of a SchedulerOutput map request ids to the
-    slots that their states are copied to after the step. `least_gain` is the least tokens that a snapshot must save.
+    Implements FillableResource. A request holds no snapshot: its state is copied from one at admission. The slot of the
+    snapshot that a request begins with is in NewRequest.extras. SchedulerOutput.extras map request ids to the slots
+    that their states are copied to after the step. `least_gain` is the least tokens that a snapshot must save.
     """
 
     kind = "snapshots"

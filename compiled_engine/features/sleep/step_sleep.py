@@ -31,7 +31,10 @@ def rank_memory(config: EngineConfig) -> RankMemory:
 
 
 def step_sleep(parts: RunnerParts, others: Sequence[LoseWeights] = ()) -> StepFeature:
-    """Return the sleep feature of a rank. others: `LoseWeights` of the models besides the text model."""
+    """Return the sleep feature of a rank.
+
+    others: for each model besides the text model, the function that marks its weights as lost and returns them.
+    """
     weights, kv_cache = parts.memory.weights, parts.memory.kv_cache
     lose_weights = (parts.weights.stored.filled, *others)
     if isinstance(weights, MappedMemory) and isinstance(kv_cache, MappedMemory):

@@ -142,9 +142,10 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Copy the kept hidden states of these rows to `hidden_RD`, and write the positions of their first drafts.
+    """Copy the hidden states that `keep_hidden` has stored for these rows, and write their first drafts' positions.
 
-    `rows_R` has rows of the states, int32, -1 for padding, which gets zeros and position 1. `positions_R` is int64.
+    The hidden states are copied from kept_SD to hidden_RD. rows_R: rows of the states, int32, -1 for padding, which
+    gets zeros and position 1. positions_R: int64, the positions.
     """
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
@@ -201,7 +202,7 @@ def shared_tensors(config: EngineConfig, parts: RunnerParts) -> dict[str, torch.
 
 
 class DraftHead(Drafter):
-    """Prefills a head and drafts with it.
+    """Makes drafts with a draft head, a small network that reads hidden states of the engine's model.
 
     The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
     hidden states there and the token after it. `prefill_head` computes the entries of all tokens of a step: prompts,
@@ -298,15 +299,15 @@ class DraftHead(Drafter):
     def combine_hidden_states(self, hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Compute the head's input features for a step's tokens, and store them in a buffer.
 
-        hidden_states: the engine's model's hidden states that the head reads, [T, target_size] each. A CUDA graph of
-        the forward may include this work.
+        hidden_states: those of the engine's model that the head reads, [T, target_size] each. A CUDA graph of the
+        forward may include this work.
         """
         combine = self.model.ends.get(COMBINE)
         features_TD = hidden_states[0] if combine is None else combine(torch.cat(hidden_states, dim=-1))
         self._features_TD[: len(features_TD)].copy_(features_TD)
 
     def after_step(self, batch: InputBatch) -> None:
-        """Prefill the head with the tokens of a step, unless the step skips the head.
+        """Compute the head's KV cache for the tokens of a step, unless the step skips the head.
 
         Replays a CUDA graph if the batch has one for this; only batches of decodes do.
         """
@@ -350,9 +351,9 @@ class DraftHead(Drafter):
         self._drafting = None if step.single else self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes. Return the sizes of the passes and their CUDA graph.
+        """Stage the inputs of a step's drafting passes: collect them for the kernel that writes them to the device.
 
-        The requests must have rows and blocks.
+        Return the sizes of the passes and their CUDA graph. The requests must have rows and blocks.
         """
         rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None

@@ -62,7 +62,7 @@ def verify_kernel(
     num_steps_ptr: int32 [1], the step's number, which is increased. taken_ptr: int32 [R], receives each row's token, 0
         for none.
     ring_ptr: int32 [RING, 1 + R], a ring buffer. The step's entry receives the step's number, and for each row a token,
-        an error code, NOT_TAKEN or NO_ROW.
+        an error code, NOT_TAKEN (-1) after a wrong draft, or NO_ROW if the row's draft does not exist.
     LAST_NUMBER: step numbers wrap around after it. NO_TOKEN: see accepted_at_random.
     """
     if DEPENDENT_LAUNCH:

@@ -169,9 +169,10 @@ class DraftLength:
             times.current = best
 
     def _promising(self, times: _Times) -> list[int]:
-        """Return the promising numbers of drafts, see PROMISING, the largest first.
+        """Return the numbers of drafts to be timed again, the largest first.
 
-        There are none if steps may skip the head and 0 drafts are best.
+        They would be better by the factor PROMISING if a step took only as long as with the fastest number. There are
+        none if steps may skip the head and 0 drafts are best.
         """
         if self.skips_head and times.current == 0:
             return []

@@ -105,7 +105,7 @@ class DraftModel(Drafter):
         self._drafting = self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's passes.
+        """Stage the inputs of a step's passes: collect them for the kernel that writes them to the device.
 
         Return the sizes of the passes, their CUDA graph and the batch of prompts.
 

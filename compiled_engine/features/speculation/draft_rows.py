@@ -44,7 +44,10 @@ NOT_TAKEN, NO_ROW = -1, -1000
 
 @dataclass(frozen=True)
 class StepRows:
-    """The batch rows of a step with drafts. Dimension A: rows."""
+    """The rows of a step's batch in an engine with drafts. Dimension A: rows.
+
+    A request has a row for its newest token and one for each draft, or a single row for a chunk of its prompt.
+    """
 
     # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
     # first.
@@ -174,7 +177,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The requests of a step and how many tokens each computes. Steps with equal shares may use the same rows."""
+    """The requests of a step and how many tokens each computes. Steps with equal StepShares may use the same rows."""
 
     request_ids: list[str]
     counts: list[int]
@@ -223,10 +226,12 @@ def stage_with_offsets(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Stage a batch of A rows with offsets (see input_batch.py) in `buffers`, and return it.
+    """Stage a batch of A rows, of which a request may have several, in `buffers`, and return it.
 
-    Rows of one token must come first. `lens_A` are the rows' numbers of tokens. `starts_A` are upper bounds of the
-    position of the newest token of each row's request. See make_batch for `key` and StepRows for `query_len`.
+    Rows of one token must come first. rows_A: the row in the states of each row's request. offset_A: where a row
+    begins, counted from its request's newest token: 0 there, 1 at the first draft, -1 at the token before, see
+    input_batch.py. lens_A: the rows' numbers of tokens. starts_A: upper bounds of the position of the newest token of
+    each row's request. See make_batch for `key` and StepRows for `query_len`.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
     rows_A, offset_A = rows_A.astype(np.int32), offset_A.astype(np.int32)
@@ -279,10 +284,10 @@ def keep_drafts(
     """Store the tokens of a drafting pass in `states`, as draft number `draft` (from 0) of each request.
 
     token_ids_R: the tokens, int64 [R], for the requests of the first R rows in `buffers`. room_R: the most drafts of
-    each row, int32; a row without room for this draft gets -1. Also sets the rows' offsets (see input_batch.py) for the
-    next drafting pass, whose input tokens are these drafts: `draft` + 1, or `draft` for a head, which computes the KV
-    entry of a position from the token after it. head: receives the head's next inputs; None for a draft model. May be
-    captured in a CUDA graph.
+    each row, int32; a row without room for this draft gets -1. Also sets the rows' offsets for the next drafting pass:
+    how far behind the newest token a row begins. The pass's input tokens are these drafts, so the offset is `draft` +
+    1, or `draft` for a head, which computes the KV entry of a position from the token after it. head: receives the
+    head's next inputs; None for a draft model. May be captured in a CUDA graph.
     """
     assert states.ahead_SK is not None
     assert buffers.offsets_R is not None

@@ -16,7 +16,7 @@ from compiled_engine.passes.layout.layer_inputs import layer_stack
 
 
 class EagerAuxHiddenStates:
-    """The `EagerFeature` that makes the forward also return the inputs of `layers`.
+    """Makes the forward also return the inputs of `layers`. Implements EagerFeature.
 
     In the forward's result, these inputs follow the hidden states, [T, D] each.
     """

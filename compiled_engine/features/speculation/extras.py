@@ -1,4 +1,7 @@
-"""Defines the counts of verified drafts, which the extras of a step's result and of outputs contain."""
+"""Defines the counts of verified drafts. A step's result and outputs have them for each request.
+
+They are under the name VERIFIED_DRAFTS in RunnerOutput.columns, StepOutputs.columns and EngineOutput.extras.
+"""
 
 from __future__ import annotations
 

@@ -13,17 +13,21 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """Maps the dispatcher's keys to the keys of steps' graphs. The two mappings differ if steps may skip the head."""
+    """Maps each key of the dispatcher (the shape of a batch) to the key of the CUDA graph that runs such a step.
+
+    There is a mapping for steps that skip the draft head, and one for other steps. They are equal if no step may skip
+    the head.
+    """
 
     unread: Mapping[GraphKey, GraphKey]  # for steps that skip the head
     read: Mapping[GraphKey, GraphKey]  # for all other steps
 
     @classmethod
     def of(cls, keys: Iterable[GraphKey], longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
-        """Return the mappings for the dispatcher's keys. See SpeculationConfig for `sizes_read`.
+        """Return the mappings for `keys`, those of the dispatcher.
 
         A step that has no drafts and does not skip the head is rare, so its graph serves contexts of any length up to
-        `longest`.
+        `longest`, and has one of the sizes `sizes_read`, see SpeculationConfig. None: no step may skip the head.
         """
         same = {key: key for key in keys}
         if sizes_read is None:
@@ -43,7 +47,7 @@ class StepKeys:
 
 
 def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs in which a head processes a step's tokens, by the step's key.
+    """Return the keys of the CUDA graphs in which a draft head processes the tokens of a step, by the step's key.
 
     A graph serves contexts of any length up to `longest`, and steps with any values in `GraphKey.extra`.
     """

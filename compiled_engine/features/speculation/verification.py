@@ -33,10 +33,10 @@ class Acceptance:
 
 
 class DraftAdvance:
-    """The `Advance` of an engine with drafts.
+    """Updates the request states after a step in an engine with drafts. Implements step_sampling.Advance.
 
-    In a batch with offsets, a request's tokens up to the first wrong draft are stored. The ring buffer gets NOT_TAKEN
-    for tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
+    If the step's batch has a row for each draft, a request's tokens up to the first wrong draft are stored. The ring
+    buffer gets NOT_TAKEN for tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
     """
 
     def __init__(self, config: EngineConfig, states: RequestStates, buffers: InputBuffers) -> None:

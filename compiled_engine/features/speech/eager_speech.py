@@ -19,7 +19,7 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 
 
 class EagerSpeech:
-    """The `EagerFeature` that allocates the keys and values of clips, and makes the model read them."""
+    """Allocates the keys and values of clips, and makes an eager model read them. Implements EagerFeature."""
 
     def __init__(self, config: EngineConfig, limits: SpeechConfig, speech: SpeechDescription) -> None:
         model, num_rows = config.model, limits.num_slots * speech.length

@@ -1,4 +1,4 @@
-"""Defines the audio clips in the extras of messages, as plain data.
+"""Defines audio clips as plain data, which messages have in their field `extras`.
 
 An EngineRequest has its clip, and a SchedulerOutput has the clips that the step encodes.
 """
@@ -44,7 +44,7 @@ def clip_of(request: EngineRequest) -> PromptClip | None:
 
 
 def extras_of(key: str) -> dict[str, Any]:
-    """Return the extras of a request whose clip has this key."""
+    """Return the entries for EngineRequest.extras of a request whose clip has this key."""
     return {NAME: PromptClip(key)}
 
 

@@ -24,7 +24,7 @@ from compiled_engine.speech import SpeechConfig, SpeechDescription
 
 
 class StepSpeech(StepFeature):
-    """Runs the encoder for the clips of a step, and sets the row field with the slot of each request's clip.
+    """Runs the encoder for the clips of a step, and stores on the device which slot has each request's clip.
 
     encode, hoisted: the model's callables; `hoisted` computes keys and values from the result of `encode`. kept: the
     buffers of keys and values of the first layer, then of the next ones, [slots * length, H, d] each. rules: None if

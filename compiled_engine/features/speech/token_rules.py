@@ -25,9 +25,9 @@ START, TIMED, LAST, BEFORE, NEWEST = ("text_start", "text_is_timed", "last_is_ti
 
 
 class TokenRules:
-    """The `LogitsProcessor` of requests that transcribe, see `transcription_of`.
+    """Applies the rules to the logits of requests that transcribe, see `transcription_of`. Implements LogitsProcessor.
 
-    The sampler calls it before a token is chosen; `took` records the token afterwards.
+    The sampler calls `apply` before a token is chosen; `took` records the token afterwards.
     """
 
     def __init__(self, rules: SpeechRules, fields: RowFields) -> None:
@@ -63,9 +63,9 @@ class TokenRules:
             self._limit(logits_RV, rows_R, first_R1)
 
     def took(self, rows_N: np.ndarray, last_token_S: torch.Tensor) -> None:
-        """Record the newest tokens of those of the rows `rows_N` that have timestamps.
+        """Record the newest tokens of requests whose text has timestamps; other requests are ignored.
 
-        last_token_S: newest token by row.
+        rows_N: the requests' rows. last_token_S: newest token by row.
         """
         timed_N = rows_N[self._is_timed_N[rows_N]]
         if not len(timed_N):

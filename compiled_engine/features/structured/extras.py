@@ -15,7 +15,7 @@ NAME = "structured"
 
 
 def extras_of(grammar: str | None) -> dict[str, Any]:
-    """Return the extras of a request with this grammar, in llguidance's format; {} for None."""
+    """Return the entries for EngineRequest.extras of a request with this grammar (llguidance's format); {} for None."""
     return {} if grammar is None else {NAME: grammar}
 
 

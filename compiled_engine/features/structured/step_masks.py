@@ -1,4 +1,4 @@
-"""Gives the sampler the token masks of a step, which arrive as late inputs."""
+"""Gives the sampler the token masks of a step, which the host computes while the step runs."""
 
 from __future__ import annotations
 

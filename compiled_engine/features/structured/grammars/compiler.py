@@ -25,7 +25,7 @@ class _Vocabulary(NamedTuple):
 
 
 class CompiledGrammar(NamedTuple):
-    """A compiled grammar, and the probe for string masks."""
+    """A compiled grammar, and its probe: a character allowed only inside strings that are bounded by length alone."""
 
     matcher: LLMatcher  # in its initial state, to be copied
     probe: str | None  # see string_masks.py
