@@ -88,7 +88,7 @@ def _parse(name: str, prompt: Any) -> Prompt:
             f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, ALL_KEYS))}{advice}"
         )
     text, token_ids, salt = map(prompt.get, KEYS)
-    data = {key: prompt[key] for key in DATA_KEYS if prompt.get(key)} if prompt.get(DATA_KEYS[0]) else {}
+    data = {key: prompt[key] for key in DATA_KEYS if prompt.get(key) is not None} if prompt.get(DATA_KEYS[0]) else {}
     if salt is not None:
         check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:

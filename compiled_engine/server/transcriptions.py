@@ -151,5 +151,7 @@ async def _events(
 async def _run(serving: Serving, asked: Asked) -> RequestOutput:
     async with aclosing(generate(serving, [asked.prompt], asked.params, "final", field="file")) as outputs:
         async for _, output in outputs:
+            if output.outputs[0].finish_reason == "abort":
+                raise ApiError(503, f"the audio was not transcribed to its end: {output.outputs[0].stop_reason}")
             return output
     raise ApiError(500, "the engine gave no output")

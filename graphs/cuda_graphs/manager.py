@@ -208,7 +208,7 @@ class Fallback(Enum):
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
-    NO_VARIANT = "no graph of the forward's variant, such as that with images, was captured"
+    NO_VARIANT = "no graph of the forward's variant was captured"
     HIDDEN_STATES = "prompt log-probabilities need the hidden states"
 
 

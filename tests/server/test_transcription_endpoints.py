@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +25,9 @@ from speech_models import (
 )
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.engine.core import PAUSED
+from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.server import transcriptions
 
 ENGINE: dict[str, Any] = {
     "mode": "eager",
@@ -163,3 +167,13 @@ def test_damaged_forms_are_refused(hearing: RunningServer, kind: str, body: byte
     answer = httpx.post(hearing.url + PATH, content=body, headers={"content-type": kind}, timeout=60)
     assert answer.status_code == status
     assert text in error_of(answer)["message"]
+
+
+def test_a_transcription_that_a_pause_ends_is_an_error(hearing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def aborted(*given: Any, **more: Any) -> AsyncIterator[tuple[int, Any]]:
+        yield 0, SimpleNamespace(outputs=[CompletionOutput(0, "", [], None, None, "abort", PAUSED)])
+
+    monkeypatch.setattr(transcriptions, "generate", aborted)
+    answer = httpx.post(f"{hearing.url}{PATH}", files={"file": wav(0)}, timeout=60)
+    assert answer.status_code == 503
+    assert error_of(answer)["message"] == "the audio was not transcribed to its end: the engine is paused"
