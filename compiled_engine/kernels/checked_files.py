@@ -24,8 +24,9 @@ _LOADS = itertools.count(1)
 class CheckedFiles(FileCacheManager):
     """A cache manager that reports damaged files as missing, so that Triton compiles their kernels again.
 
-    Only files in the engine's kernel folder are checked. Kernels of the compiled model's pieces are in other folders:
-    the manifest in a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
+    Only files in the engine's kernel folder are checked. Kernels that Inductor generated for the model are in other
+    folders: the manifest of the model's cache entry has their digests. Threads may load launchers concurrently, see
+    `_to_load`.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
