@@ -47,9 +47,9 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return decoded codes times their scales, in fp32.
+    """Return values times their scales, in fp32.
 
-    w_NK: values of codes, fp32, of N rows of a weight with K columns, from column k on.
+    w_NK: fp32, the values of the codes of N rows of a weight with K columns, from column k on.
     scales_ptr: float32, [tiles of rows, tiles of columns]. TILE_COLUMNS: columns that share a scale; 0: all.
     scale_row_N: for each row its index in the first dimension of the scales; mask_N: whether the row exists.
     """

@@ -103,7 +103,7 @@ def stage_bytes(tiles: HopperTiles, has_zeros: bool) -> int:
 
 
 def with_stages(tiles: HopperTiles, gated: bool, has_zeros: bool, k: int, together: int) -> HopperTiles:
-    """Return the tile sizes with as many stages as fit the shared memory, at most one per step along k.
+    """Return `tiles` with as many stages of the ring buffer as fit the shared memory, at most one per step along k.
 
     k: columns of a split. together: number of programs that run on a multiprocessor at the same time.
     """

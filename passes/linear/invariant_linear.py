@@ -100,7 +100,7 @@ class InvariantLinear(GraphPass):
     kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that weight matrices multiply.
+        """Return the number of values that are multiplied by a weight matrix.
 
         merge_linears leaves one linear, and so one match, per value.
         """

@@ -158,9 +158,10 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose values on a rank are only summands: from a linear with a sharded input to its all-reduce.
+    """Return the nodes whose value on a rank is only a summand of a sum over ranks.
 
-    sums: the all-reduces. They are not returned themselves.
+    These are the linears with a sharded input, and all nodes between them and their all-reduces. sums: the all-reduces,
+    which are not returned themselves.
     """
     found: set[fx.Node] = set()
     for node in sums:

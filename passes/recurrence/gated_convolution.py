@@ -40,7 +40,7 @@ class _Match(NamedTuple):
 def _match(call: fx.Node) -> _Match | str | None:
     """Return the multiplications before and after a convolution if they can move into the convolution's op.
 
-    Returns None if there are no multiplications, or the reason if there are some that cannot move.
+    Returns None if there are no multiplications. If there are some that cannot move, returns the reason as text.
     """
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
