@@ -75,7 +75,7 @@ def keep_kernels_of_this_thread(folder: Path | None) -> None:
     """Set the folder of the files of kernels that this thread compiles, in place of $TRITON_CACHE_DIR.
 
     folder None: the environment variable applies to this thread again. The variable is process-wide: while this thread
-    compiles kernels, it may name the folder of a piece of the compiled model that another thread is loading.
+    compiles kernels, another thread may load a part of the model's compiled graph, and set the variable to its folder.
     """
     _THREAD.folder = folder
 

@@ -4,8 +4,8 @@ The workers import their modules while this process traces the model. Threads wo
 GIL and most of the work is in Python.
 
 The name of a kernel's binary depends on a digest of Triton's own files, some hundred megabytes, and on the version of
-Triton's assembler, which Triton has to run to find the version. Both are computed once per process and release the GIL,
-so a thread computes them while the engine prepares its first kernel.
+its assembler, for which Triton runs the assembler. Both are computed once per process and release the GIL, so a thread
+computes them while the engine prepares its first kernel.
 """
 
 from __future__ import annotations

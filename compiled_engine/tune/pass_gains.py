@@ -1,8 +1,8 @@
 """Measure the gain of each pass on a device: a step with all passes is compared with a step without that pass.
 
-The model is traced once. The compiled pieces of all variants are kept in one folder, so that equal pieces compile once.
-All variants share their weights. On a GPU a step is one CUDA graph: forward, logits of the sampled rows, greedy
-sampling.
+The model is traced once. A variant is the model with a set of passes. The compiled parts of all variants' graphs are
+kept in one folder, so that equal parts compile once. All variants share their weights. On a GPU a step is one
+CUDA graph: forward, logits of the sampled rows, greedy sampling.
 """
 
 from __future__ import annotations

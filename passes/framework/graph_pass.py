@@ -59,7 +59,7 @@ class SplittingOp:
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """A pass: it rewrites the whole model's ATen graph in place, before the graph is split into pieces.
+    """A pass: it rewrites the whole model's ATen graph in place, before the graph is split into parts to compile.
 
     Passes derive from this class, which has defaults for the optional members.
     """

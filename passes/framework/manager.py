@@ -84,7 +84,7 @@ def run_passes(
 
 
 def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
-    """Raise ContractError for the first report of a pass that matched less often than its contract."""
+    """Raise ContractError for the first report of a pass with fewer matches than its contract, the required number."""
     for report in reports:
         if report.matches < report.contract:
             raise ContractError(

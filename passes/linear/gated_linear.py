@@ -1,4 +1,4 @@
-"""Fuses a linear and the silu * up of its halves into one op, which is one kernel on Hopper where that is faster.
+"""Fuses a linear of gate and up with silu(gate) * up into one op, which is one kernel on Hopper where that is faster.
 
 Why: a kernel for the activation alone costs a launch, and reads the linear's output, twice as wide as the result. The
 fused kernels also prefetch weights before the preceding norm has ended. small_batch_linear does the same for fewer

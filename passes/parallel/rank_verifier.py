@@ -198,8 +198,9 @@ def _packed_values(
 ) -> dict[fx.Node, Shard]:
     """Return the nodes whose values are several sections side by side, each sharded among the ranks, with their shards.
 
-    These are the results of packed linears, other parameters with several sections, and values of the same size that
-    are computed from either, such as the convolution of a delta net's queries, keys and values.
+    These are the results of `products`, the linears with such outputs, other parameters with several sections, and
+    values of the same size that are computed from them. An example is the convolution of a delta net's queries, keys
+    and values.
     """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}

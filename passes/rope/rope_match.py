@@ -250,7 +250,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 def rotary_attentions(graph: fx.Graph) -> int:
     """Return the number of attention calls with rotary queries: computed from a cosine, with no linear in between.
 
-    The passes that fuse rotary attention return this number as their contract.
+    The passes that fuse rotary attention must match as often.
     """
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 

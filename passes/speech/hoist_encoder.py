@@ -1,9 +1,9 @@
 """Cuts the graph of a decoder where values depend on the encoder's result alone: at k and v of each cross-attention.
 
 A trace of transformers' decoder computes k and v from the encoder's result in every step. They are the same in all
-steps of a request, and for all requests with the same clip. So the graph becomes two callables. One computes the keys
-and values of a clip, once. The other, which runs in every step, reads them from parameters in which each clip has a
-slot.
+steps of a request, and for all requests with the same clip. So the graph becomes two compiled functions.
+One computes the keys and values of a clip, once. The other, which runs in every step, reads them from parameters in
+which each clip has a slot.
 """
 
 from __future__ import annotations
