@@ -157,8 +157,8 @@ def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
 def made(parameter: Parameter, step: str, operand: float | str, result: torch.Tensor) -> Parameter:
     """Return the description of the tensor that an operation computes from the parameter when weights are loaded.
 
-    step: the operation, a key of STEPS or of QUANTISING. operand: its argument. result: a tensor, maybe fake, with the
-    shape and dtype of the computed tensor.
+    step: the operation, a key of STEPS or an item of QUANTISING. operand: its argument. result: a tensor, maybe fake,
+    with the shape and dtype of the computed tensor.
     """
     base = parameter if parameter.make else replace(parameter, members=(parameter,), shard=None)
     name = f"{parameter.name}.{step}({operand})"
