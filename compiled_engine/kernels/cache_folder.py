@@ -64,7 +64,7 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """Return environment variables that make Triton check its files by `CheckedFiles` and keep them in `folder`.
+    """Return environment variables that make Triton keep its files in `folder` and check them (checked_files.py).
 
     folder None: Triton keeps its files where its own settings say.
     """

@@ -46,7 +46,7 @@ AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
 
 
 def key(case: LinearCase) -> LinearKey:
-    """Return the key under which a profile has the tiles of a case: tokens, rows, columns, and whether it is gated."""
+    """Return the key of a case's tiles in a profile: tokens, rows, columns, whether the rows are of gate and up."""
     return case.num_tokens, case.num_rows, case.k, case.silu_mul
 
 

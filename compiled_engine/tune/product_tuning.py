@@ -99,7 +99,7 @@ def tune_products(
     """Yield the outcome of each case: tiles if `hopper_product` is worthwhile; see `HopperKernel.tune`.
 
     The kernel is compared with torch's linear at both ends of each range of token counts. linears: the linears for
-    which tune_hopper_linears found tiles. In ranges for few tokens, the kernel is compared with `hopper_linear`
+    which hopper_tuning found tiles. In ranges for few tokens, the kernel is compared with `hopper_linear`
     instead, if `linears` has tiles for the weight. listed: returns the candidates of a case.
     """
     rates = device_rates(torch.device("cuda"), torch.bfloat16)

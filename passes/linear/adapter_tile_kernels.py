@@ -129,8 +129,8 @@ def _share_of(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Assign a slot of lowest, ..., end - 1, and a part of its tokens, to program number `turn` of TURNS.
 
-    Returns (the slot, the index of the part, the number of parts of the slot's tokens). There are several parts if
-    there are fewer slots than programs. With more slots than programs, this is the program's first slot.
+    Returns (the slot, the index of the part, the number of parts of the slot's tokens). If there are fewer slots than
+    programs, there are several parts. If there are more, the program has further slots, TURNS apart.
     """
     num_slots = tl.maximum(end - lowest, 1)
     place = turn % num_slots

@@ -1,8 +1,8 @@
 """Launches Hopper's kernel for linears of four-bit codes and up to 128 tokens.
 
 Also says which linears the kernel supports, and chooses its tile sizes. The kernel reads codes in words (see
-`to_words`), and scales and zero points transposed, [K / 128, N]. If a linear's codes have dtype int32, its operands are
-in this layout.
+rounding.to_words), and scales and zero points transposed, [K / 128, N]. If a linear's codes have dtype int32, its
+operands are in this layout.
 """
 
 from __future__ import annotations

@@ -250,7 +250,9 @@ def decode_words_kernel(
     ROWS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode a quantised weight in words, see `to_words`. Program (rows, block) decodes 128 columns of ROWS rows.
+    """Decode a weight of four-bit codes in words, see rounding.to_words. Program (rows, block of 128 columns).
+
+    A program decodes ROWS rows.
 
     words_ptr: [num_rows, K / 8]. scales_ptr, zeros_ptr: [K / 128, num_rows]. out_ptr: [num_rows, K].
     """
@@ -308,7 +310,7 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
+    """Return a linear with bias, activation and residual, as given: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
 
     See quantised_linear_op.reference for the arguments. The weight must be contiguous. tiles: if None, those of
     choose_tiles.

@@ -43,6 +43,7 @@ def reference(
 
     A norm before the linear, and an activation and a residual add after it, are as in small_batch_linear_op.reference;
     see there for their arguments and for M.
+
     scheme: the text form of a LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words, see
     hopper_integers; scales and zero points are then transposed. zeros_RC: zero points, uint8, for schemes that have
     them. input_scale_1: the static scale of the inputs. input_scales_CT: the scales of x if x is codes (see

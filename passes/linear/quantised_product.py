@@ -225,10 +225,10 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
+    """Return a linear with bias, activation and residual, as given: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
 
-    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: columns per step, from
-    step_of. tiles: if None, those of choose_tiles.
+    See quantised_linear_op.reference for these steps. x_TK: codes, or values if scaling.inputs_CT is None. The weight
+    must be contiguous. step: columns per step, from step_of. tiles: if None, those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

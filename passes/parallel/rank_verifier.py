@@ -45,9 +45,9 @@ def verify_ranks(
 ) -> int:
     """Check every call of the sharded graph `divided` on every rank, and return the number of all-reduces compared.
 
-    whole: the undivided model's graph. result: the result of the pass. shards: parameter name -> its shard. Both ends
-    of the range are checked as token counts, but the high end is at most MOST_TOKENS. Raises VerificationError, which
-    names the first differing value, the number of tokens and the error.
+    whole: the undivided model's graph. result: the result of the pass. shards: parameter name -> its shard. The calls
+    run with the fewest tokens of the range, and with the most tokens but at most MOST_TOKENS. Raises VerificationError,
+    which names the first differing value, the number of tokens and the error.
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
