@@ -115,7 +115,7 @@ def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
 
 
 def splitting_ops() -> dict[str, SplittingOp]:
-    """Return the ops that graphs are split at, by op name.
+    """Return the ops that graphs are split at, because they write to their arguments, by op name.
 
     The attention and recurrence ops, which models call, come first; ops that passes insert follow.
     """
@@ -126,9 +126,9 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """Return the inputs that the passes named `names` add to the forward, without duplicates.
+    """Return descriptions of the inputs that the passes named `names` add to the forward, without duplicates.
 
-    Raises ValueError for an invalid declaration, or if two passes declare a tensor of the same name differently.
+    Raises ValueError for an invalid description, or if two passes describe a tensor of the same name differently.
     """
     found: dict[str, StepTensor] = {}
     for graph_pass in _registered:
@@ -172,10 +172,10 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Return the names of the modules that define passes, their ops, and other ops that pieces may call, sorted.
+    """Return the names of the modules that define passes, their ops, and other ops of compiled graphs, sorted.
 
-    Processes that compile pieces import these modules. Passes from a script or notebook (`__main__`) are left out,
-    since other processes cannot import them.
+    Processes that compile parts of a graph import these modules. Passes from a script or notebook (`__main__`) are left
+    out, since other processes cannot import them.
     """
     modules = {type(graph_pass).__module__ for graph_pass in _registered}
     found = (name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__"))

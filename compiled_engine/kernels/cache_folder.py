@@ -64,7 +64,7 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """Return environment variables that make Triton check its files by `CheckedFiles` and keep them in `folder`.
+    """Return environment variables that make Triton keep its files in `folder` and check them (checked_files.py).
 
     folder None: Triton keeps its files where its own settings say.
     """
@@ -75,7 +75,7 @@ def keep_kernels_of_this_thread(folder: Path | None) -> None:
     """Set the folder of the files of kernels that this thread compiles, in place of $TRITON_CACHE_DIR.
 
     folder None: the environment variable applies to this thread again. The variable is process-wide: while this thread
-    compiles kernels, it may name the folder of a piece of the compiled model that another thread is loading.
+    compiles kernels, another thread may load a part of the model's compiled graph, and set the variable to its folder.
     """
     _THREAD.folder = folder
 

@@ -24,8 +24,9 @@ _LOADS = itertools.count(1)
 class CheckedFiles(FileCacheManager):
     """A cache manager that reports damaged files as missing, so that Triton compiles their kernels again.
 
-    Only files in the engine's kernel folder are checked. Kernels of the compiled model's pieces are in other folders:
-    the manifest in a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
+    Only files in the engine's kernel folder are checked. Kernels that Inductor generated for the model are in other
+    folders: the manifest of the model's cache entry has their digests. Threads may load launchers concurrently, see
+    `_to_load`.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -43,8 +44,8 @@ class CheckedFiles(FileCacheManager):
 
         The file is written under another name and then linked: creating a link, unlike renaming, never replaces a file.
         Python identifies a loaded library by its file's inode. If another process replaced the file while it is loaded,
-        the file system could reuse the inode for the next library, which Python would take for the first one: a kernel
-        would be launched with another kernel's launcher. A damaged file is replaced, since no process loads it.
+        the file system could give the inode to the next library. Python would take that library for the first one, and
+        launch a kernel with another kernel's launcher. A damaged file is replaced, since no process loads it.
         """
         if not is_checked(filename):
             written: str = super().put(data, filename, binary)
@@ -85,8 +86,8 @@ def _to_load(path: str) -> str:
     """Return a spelling of a shared library's path that no other call returns, made with "/./" and "//".
 
     Paths of other files are returned unchanged. Triton's launchers are extension modules that all have the same name.
-    When Python loads such a module from a path that it has loaded before, it reuses the module object of that name that
-    was loaded last, from any path. Threads that load launchers at the same time would get each other's launchers.
+    If Python loads such a module from a path for the second time, it returns the module of that name that was loaded
+    last, maybe from another path. Threads that load launchers at the same time would get each other's launchers.
     """
     folder, name = os.path.split(path)
     if not name.endswith(".so"):

@@ -4,8 +4,8 @@ The workers import their modules while this process traces the model. Threads wo
 GIL and most of the work is in Python.
 
 The name of a kernel's binary depends on a digest of Triton's own files, some hundred megabytes, and on the version of
-Triton's assembler, which Triton has to run to find the version. Both are computed once per process and release the GIL,
-so a thread computes them while the engine prepares its first kernel.
+its assembler, for which Triton runs the assembler. Both are computed once per process and release the GIL, so a thread
+computes them while the engine prepares its first kernel.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ class KernelWorkers:
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
     """Within this context, let `workers` compile the engine's kernels that the calling thread launches.
 
-    The workers compile in parallel, and `threads` wait for the workers. The calling thread launches none of the
-    engine's kernels, not even compiled ones, since the skipped launches have not written their inputs. In other
-    threads, a kernel is launched once a worker has compiled it. Kernels of other packages are launched as usual. Yields
-    the hook that does this. A second engine that enters this context waits until the first has left it.
+    The workers compile in parallel, and `threads` wait for the workers. In the calling thread, launches of the engine's
+    kernels are skipped, even of kernels that are compiled already: other kernels, which would have written their
+    inputs, did not run. In other threads, a kernel is launched once a worker has compiled it. Kernels of other packages
+    are launched as usual. Yields the hook that does this. A second engine that enters this context waits until the
+    first has left it.
     """
     import triton  # not installed everywhere
 
@@ -160,10 +161,10 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run `part` in one of `threads`, where launches are not skipped (see `compiled_by`); return a future.
+        """Run the function `part` in another thread, where launches are not skipped, and return a future of its end.
 
-        The future is done when `part` has ended. If the workers are closed because the engine's start has failed, the
-        next kernel that `part` would compile raises CancelledError.
+        The thread is one of those that `compiled_by` was given. If the workers are closed because the engine's start
+        has failed, the next kernel that `part` would compile raises CancelledError.
         """
 
         def run() -> None:
@@ -187,7 +188,7 @@ class KernelCollector:
           the kernel.
 
         In all cases but the first, returns the result of the previous hook, or None if there was none. Raises
-        CancelledError in a thread that runs a part (see `launched`) if the workers are closed.
+        CancelledError if the workers are closed and `launched` started this thread's work.
         """
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()
@@ -209,8 +210,9 @@ class KernelCollector:
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Start to load the collected kernels in `threads`; return a future for each kernel.
+        """Start to load the collected kernels, in the threads that `compiled_by` was given.
 
+        Returns a future for each kernel.
         A kernel that no worker could compile is compiled by the thread that loads it. Kernels whose loading has not
         begun when the workers are closed are not loaded.
         """

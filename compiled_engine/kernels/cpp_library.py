@@ -86,7 +86,7 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Interface of objects that record calls of CppFunctions. The object that `recorder` holds records them."""
+    """Interface of objects that record calls of CppFunctions. The context variable `recorder` holds the one in use."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 
@@ -94,7 +94,7 @@ class CallRecorder(Protocol):
 class CppFunction:
     """Calls the function `name` of the C++ file `source`, which returns nothing.
 
-    types: the types of the function's arguments. POINTER: an address or None. INTEGER: int64. NUMBER: float32. The C++
+    types: the type of each argument: POINTER (an address or None), INTEGER (int64) or NUMBER (float32). The C++
     file must also define the function `name`_packed, see cpp_packed.h. Raises CannotCompile, see load_library.
     """
 

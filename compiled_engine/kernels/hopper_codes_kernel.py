@@ -159,10 +159,10 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
 def _scales_of_step(  # type: ignore[no-untyped-def]
     scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return the weight's scale of each row of a tile in one step along K, [rows].
+    """Return the weight's scale for each row of a tile in one step along K, [rows].
 
-    All rows have the same scale. If the weight holds gate and up, all rows of gate have one scale and all rows of up
-    another. first: index of the tile's first output.
+    The rows lie in one quantisation tile, so their scales are equal. If the weight holds gate and up, the rows of gate
+    have one scale and the rows of up another. first: index of the first output.
     """
     row_N = gl.arange(0, FORM.rows, layout=layout)
     if FORM.gated:
@@ -196,9 +196,9 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """Return acc [64, rows] plus the product of 64 tokens and a tile's rows over one step along K.
 
-    x, w: codes of the tokens, [64, STEP], and of the rows, [STEP, rows], in shared memory. If TILING.by_step, the
-    product is multiplied by its scales, which are loaded while the tensor cores compute. token, first: indices of the
-    first token and the first output.
+    x, w: codes of the tokens, [64, STEP], and of the rows, [STEP, rows], in shared memory. If each step has scales of
+    its own (TILING.by_step), the product is multiplied by them; they are loaded while the tensor cores compute. token,
+    first: indices of the first token and the first output.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
@@ -226,8 +226,9 @@ def _write(  # type: ignore[no-untyped-def]
 ):
     """Write the results of 64 tokens, computed from their sums acc [64, rows].
 
-    Unless TILING.by_step, the sums are first multiplied by their scales. With FORM.gated, they are then replaced by
-    activation(gate) * up. place: shared memory for the results. token, first: see _product.
+    If scales hold for all columns (TILING.by_step is False), the sums are first multiplied by their scales. With
+    FORM.gated, the results are activation(gate) * up. place: shared memory for the results. token, first: indices of
+    the first token and the first output.
     """
     layout: gl.constexpr = acc.type.layout
     if not TILING.by_step:
@@ -256,7 +257,7 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a computing group of warps: for each tile, multiply its tokens by the tile's rows, and write the results.
+    """Run a computing group of warps: for each tile, multiply the group's tokens by the tile's rows; write the results.
 
     places: shared memory for the results of each group. GROUP: index of this group.
     """
@@ -312,20 +313,22 @@ def hopper_codes_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: gl.constexpr,
     TILE_COLUMNS: gl.constexpr,
 ):
-    """Compute a linear of codes, y = x @ weight^T, or with GATED activation(gate) * up, where y is gate and up.
+    """Compute a linear of codes, y = x @ weight^T, or with GATED activation(gate) * up of the halves of y.
 
-    Program p computes the tiles p, p + num_programs, ... of the result. A tile is 2 * GROUP_TOKENS (64 or 128 each)
-    tokens and ROWS rows of the weight, rows of gate and up counted together. A step along K takes STEP columns.
+    Program p computes the tiles p, p + num_programs, ... of the result. A tile is ROWS rows of the weight, rows of gate
+    and up counted together, and GROUP_TOKENS (64 or 128) tokens for each of the two groups of warps. A step along K
+    takes STEP (128) columns.
 
-    w_desc: TMA descriptor of the weight's codes [N, K], with boxes [ROWS, STEP]; if GATED, of [N / 2 / BLOCK, 2, BLOCK,
-        K], with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
+    w_desc: TMA descriptor of the weight's codes [N, K], with boxes [ROWS, STEP]. If GATED, of a view [N / 2 / BLOCK, 2,
+        BLOCK, K], in which BLOCK (8) rows of gate and of up alternate, with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
     x_desc: TMA descriptor of the codes of x [T, K], with boxes [GROUP_TOKENS, STEP].
-    y_desc: TMA descriptor of the results [T, outputs], with boxes [64, outputs of ROWS].
+    y_desc: TMA descriptor of the results [T, num_outputs], with boxes [64, outputs of a tile].
     scales_ptr: fp32 [N / TILE_ROWS, K / 128] if TILE_COLUMNS is 128; [N / TILE_ROWS] if it is 0, for scales of whole
         rows.
     input_scales_ptr: fp32 [K / 128, T] with rows input_stride elements apart; [T] if TILE_COLUMNS is 0.
     num_tokens: T. num_outputs: N, or N / 2 if GATED. token_tiles, row_tiles: number of tiles of tokens and of rows.
-    STAGES: number of stages of the ring buffer. TOGETHER: see tile_at. REGISTERS: per computing thread.
+    STAGES: number of stages of the ring buffer. REGISTERS: per computing thread. TOGETHER: number of tiles of tokens
+        that are multiplied by the same rows one after another.
 
     If TILE_COLUMNS is 128, TILE_ROWS must be a multiple of a tile's rows, or with GATED of half of them.
     """

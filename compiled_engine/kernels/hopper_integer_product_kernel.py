@@ -80,7 +80,7 @@ class Ring(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Arguments with which a tile's sums become results: pointers to a bias and to partial sums, or None, and sizes."""
+    """Kernel arguments for writing results: pointers, or None, to the bias and to the partial sums, and sizes."""
 
     bias_ptr: Any
     partials_ptr: Any
@@ -159,10 +159,10 @@ def copy(  # type: ignore[no-untyped-def]
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, dtype: gl.constexpr, ZERO: gl.constexpr, of_left: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Decode one block of a group's rows; return (first 64 columns, last 64 columns), [ROWS, HALF] each.
+    """Decode 128 columns of a group's rows; return (first 64 columns, last 64 columns), [ROWS, 64] each.
 
-    stage: the stage that holds the block. ZERO: the zero point, if the weight has no zero points of its own. of_left:
-    layout of the results. GROUP: index of the group.
+    stage: index of the stage that holds these columns. ZERO: the zero point of all codes, if the weight has no zero
+    points of its own. of_left: layout of the results, that of a left operand. GROUP: index of the group of warps.
     """
     at = stage * GROUPS + GROUP
     if ring.zeros is not None:
@@ -177,7 +177,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (index of the weight's row, whether that row exists) for each of a group's ROWS rows."""
+    """Return (index in the weight, whether the weight has the row) for each of a group's ROWS rows of a tile."""
     row_N = (row_tile * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, layout=layout)
     output_N = row_N
     if FORM.gated:
@@ -187,9 +187,9 @@ def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: 
 
 @gluon.jit
 def _store_partial(acc, ending, split, token_tile, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the sums of a tile over the columns of split number `split` to partials_ptr, [splits, num_tokens, N].
+    """Store the sums `acc` of a tile, over part number `split` of the columns, to ending.partials_ptr.
 
-    row_N, there_N: see _rows_of.
+    The partial sums are [splits, num_tokens, N]. row_N, there_N: see _rows_of.
     """
     num_rows = ending.num_outputs * 2 if FORM.gated else ending.num_outputs
     token_T = token_tile * FORM.part0 + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, acc.type.layout))
@@ -281,21 +281,24 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
     ZERO: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up, where y is gate and up.
+    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up of the halves of y.
 
-    Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS * ROWS rows of the weight and
-    TOKENS tokens, over K / SPLITS columns. Tiles of a split come one after another.
+    Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS * ROWS (2 * 64) rows of the
+    weight and TOKENS tokens, over one of SPLITS parts of K. All tiles of a part precede those of the next.
 
-    w_desc: words int32 [N, K / 8] in boxes of [ROWS, WORDS]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K / 8] in boxes of
-        [ROWS / 2 / BLOCK, 2, BLOCK, WORDS].
-    s_desc, z_desc: scales fp32 and zero points int16, [K / 128, N], in boxes of the rows of w_desc; z_desc may be None
-        for the zero point ZERO.
-    x_desc: x [T, K] in boxes of [TOKENS, HALF].
-    y_desc: the results [T, num_outputs] in boxes of [at most chunk_of tokens, outputs of a group]; None with splits.
-    bias_ptr: [N] or None. partials_ptr: fp32 [SPLITS, T, N]; None without splits. With splits there is no bias, and
-        the sums are before the activation.
-    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at. STAGES, WORD_STAGES: of the ring
-        buffers of tokens and of codes. REGISTERS: per computing thread.
+    w_desc: TMA descriptor of the codes in int32 words (see hopper_integers.py) [N, K / 8], with boxes [ROWS, WORDS]. If
+        GATED, of a view [N / 2 / BLOCK, 2, BLOCK, K / 8], in which BLOCK (8) rows of gate and of up alternate, with
+        boxes [ROWS / 2 / BLOCK, 2, BLOCK, WORDS]. WORDS (16) words hold 128 columns.
+    s_desc, z_desc: TMA descriptors of scales (fp32) and zero points (int16), [K / 128, N], with boxes of the same rows
+        as w_desc. z_desc None: the zero point of all codes is ZERO.
+    x_desc: TMA descriptor of x [T, K], with boxes [TOKENS, 64].
+    y_desc: TMA descriptor of the results [T, num_outputs], with boxes [tokens, outputs of a group of warps]; at most
+        hopper_product_kernel.chunk_of tokens. None if SPLITS is more than 1.
+    bias_ptr: [N] or None. partials_ptr: None, or if SPLITS is more than 1, fp32 [SPLITS, T, N]: receives the partial
+        sums, without activation; bias_ptr must then be None.
+    token_tiles, row_tiles: number of tiles of tokens and of rows. TOGETHER: number of tiles of tokens that are
+        multiplied by the same rows one after another. STAGES, WORD_STAGES: stages of the ring buffers of tokens and of
+        codes. REGISTERS: per computing thread.
     """
     gdc_launch_dependents()
     FORM: gl.constexpr = form_of(4, K // SPLITS, GROUPS, ROWS, TOKENS, 0, 0, STAGES, GATED, TOGETHER)

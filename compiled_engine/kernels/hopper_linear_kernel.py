@@ -92,9 +92,9 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to copy one step of four-bit codes, their scales and zero points into a stage. See _load_weight.
+    """Start to copy one step of four-bit codes, their scales and zero points into a stage.
 
-    For each group of warps, the group's own rows are copied.
+    Each group of warps gets its own rows. See _load_weight for the arguments.
     """
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
@@ -206,9 +206,10 @@ def copy(descs, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum [ROWS / parts, tokens] of the blocks on the diagonal of acc [ROWS, parts * tokens].
+    """Return the sum over the parts of K, [ROWS / FORM.parts, tokens], taken from the products acc.
 
-    The rows and tokens of such a block belong to the same part of K.
+    acc: [ROWS, FORM.parts * tokens]. Its rows are the parts of the weight's rows, stacked; its columns are the parts of
+    the tokens, side by side. Only the blocks on the diagonal multiply equal parts of K; the others are discarded.
     """
     parts: gl.constexpr = FORM.parts
     part_of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)) // (ROWS // parts)
@@ -253,7 +254,10 @@ def scaling_of(rows: int, columns: int, input_columns: int) -> Scaling:
 
 @gluon.jit
 def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (index of the weight's row, whether it exists) for each of the ROWS rows of a product of group GROUP."""
+    """Return (index in the weight, whether the weight has the row) for each of the ROWS rows of a product.
+
+    The product is a tensor-core product of group GROUP of warps.
+    """
     rows: gl.constexpr = ROWS // FORM.parts
     row_N = gl.arange(0, ROWS, layout=layout) % rows
     group = gl.program_id(0) * FORM.groups + GROUP
@@ -268,10 +272,10 @@ def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.const
 def _scales_at(  # type: ignore[no-untyped-def]
     given, row_N, there_N, token_T, block_N, block_T, K: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return (the scales of weight rows, the scales of tokens).
+    """Return (a scale for each row of a product, a scale for each of its tokens).
 
-    row_N, there_N: see weight_rows. token_T: index of each token. block_N, block_T: index of the block of 128 columns
-    from which each row or token takes its codes; ignored for scales that hold for all columns.
+    row_N, there_N: see weight_rows. token_T: index of each token. block_N, block_T: for each row and token, the index
+    of the block of 128 columns that the product multiplies; ignored for scales that hold for all columns.
     """
     blocks: gl.constexpr = (K + 127) // 128
     if SCALING.columns == 0:
@@ -288,7 +292,10 @@ def _scales_at(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply 8-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens]."""
+    """Multiply 8-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens].
+
+    See sum_of_parts for the parts.
+    """
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     parts: gl.constexpr = FORM.parts
@@ -334,9 +341,10 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, j: gl.constexpr, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Decode the group's four-bit codes for product j of a stage; return both halves of the columns.
+    """Decode a group's four-bit codes for product j of a stage: 128 columns of 64 rows.
 
-    See `decoded` for the halves. ZERO: the zero point, if the weight has no zero points of its own.
+    Returns (first 64 columns, last 64 columns), [64, 64] each. ZERO: the zero point of all codes, if the weight has no
+    zero points of its own. GROUP: index of the group of warps.
     """
     products: gl.constexpr = FORM.products
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.parts * FORM.tokens, 16])
@@ -356,7 +364,10 @@ def _values_of(  # type: ignore[no-untyped-def]
 def _products_of_integers(  # type: ignore[no-untyped-def]
     ring, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Multiply four-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens]."""
+    """Multiply four-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens].
+
+    See sum_of_parts for the parts.
+    """
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
@@ -393,7 +404,7 @@ def _products_of_integers(  # type: ignore[no-untyped-def]
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply 16-bit elements, and return the sums over all steps, [ROWS, parts * tokens].
 
-    A stage is marked as empty once the products of the next step have been started.
+    See sum_of_parts for the parts. A stage is marked as empty once the products of the next step have been started.
     """
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
@@ -416,9 +427,9 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
 
 @gluon.jit
 def _store_partial(given, y_NT, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the sums over this program's part of the columns to out_ptr, [splits, num_tokens, N].
+    """Write the sums over this program's part of the columns to given.out_ptr, [splits, num_tokens, N].
 
-    y_NT: the sums, [rows of a group, tokens]. N: number of rows of the weight.
+    y_NT: the sums, [rows of a group of warps, tokens]. N: number of rows of the weight.
     """
     rows: gl.constexpr = ROWS // FORM.parts
     num_rows = given.num_outputs * 2 if FORM.gated else given.num_outputs
@@ -526,15 +537,17 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     ZERO: gl.constexpr = 0,
     SPLITS: gl.constexpr = 1,
 ):
-    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up, where y is gate and up; add the residual.
+    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up of the halves of y; add the residual.
 
     There are at most TOKENS tokens. Program (i, split) computes GROUPS * ROWS / PARTS rows of the weight, from i times
-    that number on. GROUPS is 1 to 3. A step along K takes PARTS * PRODUCTS * STEP columns, where STEP is 64, or 128
-    for codes.
+    that number on. GROUPS: 1 to 3 groups of warps, each of which multiplies ROWS (64) rows at a time. PARTS: parts of K
+    that are stacked in these rows, see sum_of_parts. PRODUCTS: tensor-core products in a step along K. A step takes
+    PARTS * PRODUCTS * STEP columns, where STEP is 64, or 128 for codes.
 
     w_desc: TMA descriptor of PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous
-        one: [PARTS * PRODUCTS, N, K], with boxes [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS,
-        N / 2 / BLOCK, 2, BLOCK, K], with boxes [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
+        one: [PARTS * PRODUCTS, N, K], with boxes [PARTS * PRODUCTS, ROWS / PARTS, STEP]. If GATED, BLOCK (8) rows of
+        gate and of up alternate in the views: [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K], with boxes [PARTS *
+        PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP], where BLOCKS is ROWS / 2 / BLOCK.
     x_desc: the same views of x: [PARTS * PRODUCTS, T, K], with boxes [PARTS * PRODUCTS, TOKENS, STEP].
     out_ptr, residual_ptr: [num_tokens, num_outputs], contiguous; residual_ptr may be None. bias_ptr: [N] or None.
     num_tokens: T. num_outputs: N, or N / 2 if GATED. STAGES: number of stages of the ring buffer. REGISTERS: per
@@ -545,7 +558,7 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
         (128; 0: all columns). TOKENS scales must be readable in each row.
 
     For four-bit codes, K must be a multiple of 128 and N of 16, and these arguments differ:
-    w_desc: with WORDS words in place of STEP columns.
+    w_desc: with WORDS (16) words in place of STEP columns, see hopper_integers.py.
     x_desc: the first and the last 64 columns of each STEP: [2, PARTS * PRODUCTS, T, K], with boxes [2, PARTS *
         PRODUCTS, TOKENS, 64].
     s_desc, z_desc: TMA descriptors of scales (fp32) and zero points (int16), [K / 128, N], with boxes of the same rows

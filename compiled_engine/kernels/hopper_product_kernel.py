@@ -107,7 +107,7 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (index of the tile of tokens, index of the tile of rows) for the tile of the result with this number.
+    """Return (index of the tile of tokens, index of the tile of rows) for tile number `number` of the result.
 
     FORM.together tiles of tokens are multiplied by one tile of rows, then by the next, so that these tokens stay in the
     L2 cache.
@@ -218,7 +218,7 @@ def chunk_of(rows: int, is_gated: bool) -> int:
 
 @gluon.jit
 def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the results [outputs, tokens] of the sums acc [rows, tokens].
+    """Return the results, [outputs, tokens], for the sums acc, [rows, tokens].
 
     The results are activation(gate) * up if FORM.gated, otherwise the sums themselves.
     """
@@ -420,7 +420,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _ended64(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the results [outputs, tokens] of the sums [64, tokens] of 64 rows, see `_ended`."""
+    """Return the results, [outputs, tokens], for the sums acc of 64 rows, [64, tokens]; see `_ended`."""
     tokens: gl.constexpr = acc.shape[1]
     if FORM.gated:
         gate, up = gl.split(acc.reshape([64 // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
@@ -459,18 +459,19 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
 ):
-    """Compute a linear, y = x @ weight^T, or with GATED activation(gate) * up, where y is gate and up.
+    """Compute a linear, y = x @ weight^T, or with GATED activation(gate) * up of the halves of y.
 
     Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS (2 or 3) times ROWS rows of
     the weight, and PART0 + PART1 + PART2 tokens. A step along K takes STEP columns: 64, or 128 of 8-bit codes.
 
-    w_desc: TMA descriptor of the weight [N, K], with boxes [ROWS, STEP]; if GATED, of [N / 2 / BLOCK, 2, BLOCK, K],
-        with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
+    w_desc: TMA descriptor of the weight [N, K], with boxes [ROWS, STEP]. If GATED, of a view [N / 2 / BLOCK, 2, BLOCK,
+        K], in which BLOCK (8) rows of gate and of up alternate, with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
     x0_desc to x2_desc: TMA descriptors of x [T, K], with boxes [part, STEP], one per part; None for a part of size 0.
-    y0_desc to y2_desc: TMA descriptors of the results [T, outputs], with boxes [part, outputs of a group] of at most
-        `chunk_of` tokens; None for a part of size 0. For codes, boxes of y0_desc have the outputs of 64 rows.
+    y0_desc to y2_desc: TMA descriptors of the results [T, outputs], with boxes [part, outputs of a group of warps] of
+        at most `chunk_of` tokens; None for a part of size 0. For codes, boxes of y0_desc have the outputs of 64 rows.
     token_tiles, row_tiles: number of tiles of tokens and of rows. STAGES: number of stages of the ring buffer.
-        TOGETHER: see tile_at. REGISTERS: per computing thread.
+        TOGETHER: number of tiles of tokens that are multiplied by the same rows one after another. REGISTERS: per
+        computing thread.
     scales_ptr and the arguments after it: scales of 8-bit codes, see hopper_linear_kernel. With codes, PART1 and PART2
         are 0.
     """

@@ -24,7 +24,7 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Return the number of columns that a TMA copy or a product takes. bits: size of an element of the weight."""
+    """Return the number of columns of a TMA copy and of a tensor-core product. bits: size of a weight's element."""
     return 64 if bits == 16 else 128
 
 

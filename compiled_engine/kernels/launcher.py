@@ -45,7 +45,7 @@ class Launcher:
       launch of a specialization.
     - Parameters named ..._desc take results of Box.of, or None.
     - Changes of Triton's knobs, and of globals that the kernel reads, have no effect after the first launch.
-    - A thread whose launches KernelCollector skips launches nothing.
+    - While kernels are compiled ahead, the thread whose launches KernelCollector skips launches nothing.
     """
 
     def __init__(self, jit_function: Any):

@@ -12,7 +12,7 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Run the worker program: read messages and answer them, see run_workers.
+    """Run the worker program: read messages and answer them, see process/worker_program.py.
 
     - The first message, for all workers, is {"modules": [modules to import]}.
     - Each later message names a kernel to compile: {"target": [backend, architecture, warp size], "module", "name",

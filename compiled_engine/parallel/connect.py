@@ -1,4 +1,4 @@
-"""Numbers the ranks of replicas, pipeline stages and shares of a layer, and connects them."""
+"""Numbers the ranks of data, pipeline and tensor parallelism, and connects them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGITS_ROWS = 256
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The coordinates of a rank, counted from 0: replica (data), pipeline stage, and share of the stage's layers."""
+    """The coordinates of a rank, counted from 0: replica (data), pipeline stage, and tensor-parallel rank (share)."""
 
     data: int
     stage: int
@@ -36,7 +36,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Numbering of ranks. Ranks that share layers communicate most, so their numbers are consecutive."""
+    """Numbering of ranks. The tensor-parallel ranks of a stage communicate most, so their numbers are consecutive."""
 
     tensor: int  # ranks that share each layer
     pipeline: int = 1  # stages
@@ -62,7 +62,7 @@ class RankLayout:
 
     @property
     def can_drop_steps(self) -> bool:
-        """Whether the ranks can drop steps in flight: only with a single stage.
+        """Whether the ranks can drop steps that have been started: only with a single stage.
 
         Between stages, the transfers of a dropped step would stay pending.
         """
@@ -110,7 +110,7 @@ def connect(config: EngineConfig, rank: int) -> Connections:
 
     On a CPU, collectives use gloo. On GPUs they use symmetric memory, or NCCL if the options request it, the model's
     dtype is float16, or the GPUs cannot access each other's memory. Without tensor parallelism, the group is a
-    FakeGroup.
+    FakeGroup of one rank.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)

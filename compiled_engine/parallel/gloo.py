@@ -57,7 +57,7 @@ def leave() -> None:
 
 
 def all_reduce_min(value: int) -> int:
-    """Return the smallest `value` of all ranks, see Group. The values are exchanged on the host, by gloo."""
+    """Return the smallest `value` of all ranks, of all stages. The values are exchanged on the host, by gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)

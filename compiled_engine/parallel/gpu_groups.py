@@ -73,8 +73,8 @@ class SymmetricMemoryGroup:
     over: NCCL group of the same ranks. It runs all_reduce_min, and reduce_scatter and gather_rows of tensors that are
         larger than the workspace.
     workspace_bytes: size of the largest tensor in a collective, capped at MOST_WORKSPACE_BYTES.
-    row_bytes, most_rows: bytes of a row and most rows of a batch, for the push buffer of kernels that include a sum
-        over the ranks.
+    row_bytes, most_rows: bytes of a row and most rows of a batch. They determine the size of the push buffer, through
+        which kernels exchange rows (group.py).
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):

@@ -90,7 +90,7 @@ class PushBuffer:
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return a buffer with as many slots for a single rank without peers. The kernels run on it without waiting."""
+        """Return a buffer with as many slots for a single rank, so that kernels run without waiting for other ranks."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
@@ -98,7 +98,10 @@ class PushBuffer:
 
 
 def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
-    """Return the number of slots that a push buffer should have. most_rows: number of rows of the largest batch."""
+    """Return the number of slots, one per row of a batch, that a push buffer should have.
+
+    most_rows: number of rows of the largest batch.
+    """
     worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
     return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
 
@@ -125,8 +128,8 @@ class Group(Protocol):
     """The ranks that compute each layer together, with their collectives.
 
     Every rank calls the same methods in the same order, with tensors of the same shapes. Collectives on a GPU may be
-    captured in a CUDA graph. kind: name of the transport. pushed: buffer for kernels that include a sum over the ranks;
-    None if not available.
+    captured in a CUDA graph. kind: name of the transport. pushed: buffer through which kernels exchange rows
+    themselves, without a collective; None if not available.
     """
 
     kind: str

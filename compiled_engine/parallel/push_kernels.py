@@ -24,8 +24,9 @@ def exchange_flags(
 ) -> tl.tensor:
     """Raise this rank's flag for the slot to `epoch` in all buffers, and wait for the flags of all ranks.
 
-    Returns the address of this rank's memory, which then holds the rows of all ranks. Loads of these rows must bypass
-    the L1 cache, which does not see peers' writes.
+    slot: index of the exchanged row in the batch. epoch: number of this exchange through the slot (group.py explains
+    both). Returns the address of this rank's memory, which then holds the rows of all ranks. Loads of these rows must
+    bypass the L1 cache, which does not see peers' writes.
     """
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
@@ -46,7 +47,7 @@ def raise_flag(
     num_ranks: tl.tensor,
     epoch: tl.tensor,
 ) -> None:
-    """Raise this rank's flag for the slot to `epoch` in a peer's memory.
+    """Raise this rank's flag for the slot to `epoch` in a peer's memory; see exchange_flags for the arguments.
 
     The caller must put a barrier before the call, so that all threads have written their rows.
     """
@@ -58,7 +59,7 @@ def raise_flag(
 def await_flag(
     own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> None:
-    """Wait until a peer's flag for the slot, in this rank's memory, has reached `epoch`.
+    """Wait until a peer's flag for the slot, in this rank's memory, has reached `epoch`; see exchange_flags.
 
     The caller must put a barrier after the call, before threads read the peer's row.
     """
@@ -94,9 +95,9 @@ def tagged_sum_kernel(
 
     Program (token) handles one row.
 
-    x_ptr, residual_ptr, normed_ptr, sum_ptr: int32 [T, W], words of two bfloat16; weight_ptr: int32 [W]. The token is
-    also the slot of the PushBuffer; addresses_ptr, epochs_ptr, num_slots, data_offset: the PushBuffer's addresses,
-    tagged_epochs, num_tagged_slots and tagged_offset.
+    x_ptr, residual_ptr, normed_ptr, sum_ptr: int32 [T, W], words of two bfloat16; weight_ptr: int32 [W]. addresses_ptr,
+    epochs_ptr, num_slots, data_offset: the PushBuffer's addresses, tagged_epochs, num_tagged_slots and tagged_offset.
+    The token's index is also its slot in the PushBuffer.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * W
@@ -170,7 +171,7 @@ def tagged_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of the sum, and the sum: x summed over ranks, plus the residual.
 
-    The rows must satisfy `pushed.tags`. All ranks launch the kernel, tagged_sum_kernel, together. x_TD, residual_TD:
+    pushed.tags(x_TD) must be true. All ranks launch the kernel, tagged_sum_kernel, together. x_TD, residual_TD:
     bfloat16, contiguous.
     """
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)

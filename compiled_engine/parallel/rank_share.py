@@ -1,4 +1,4 @@
-"""Determines the part of a model that a rank computes: some of the layers, and a share of each of them."""
+"""Determines the part of a model that a rank computes: the layers of its pipeline stage, and a share of each layer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from compiled_engine.parallel.group import current_group
 
 
 class Section(NamedTuple):
-    """`length` rows or columns of a whole parameter, cut into `parts` equal parts."""
+    """`length` consecutive rows or columns of a whole parameter, cut into `parts` equal parts for the ranks."""
 
     length: int
     parts: int
@@ -70,7 +70,7 @@ class Shard:
     def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
         """Return the slice of `tensor` that a rank holds, a view unless there are several sections.
 
-        With first_only, ranks other than the first get zeros.
+        If first_only is True, ranks other than the first get zeros, so that a sum over ranks counts the tensor once.
         """
         if self.first_only and rank:
             return torch.zeros_like(tensor)
@@ -84,8 +84,9 @@ def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     """Return the shard of each parameter by the parameter's name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
-    name -> sizes, gives the sections of its parameters; its attribute `outputs_last` names parameters whose last
-    dimension is that of the outputs. Raises ValueError for a parameter that would be cut along more than one dimension.
+    name -> sizes, gives the sizes of the sections (such as q, k and v) that a parameter consists of; its attribute
+    `outputs_last` names parameters whose last dimension is that of the outputs. Raises ValueError for a parameter that
+    would be cut along more than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
     here = dict(local.named_parameters(remove_duplicate=False))

@@ -173,7 +173,7 @@ class StageLink:
             torch.cuda.synchronize(self._device)
 
     def send(self, values: torch.Tensor) -> None:
-        """Send a contiguous tensor to the next stage. On a CPU the tensor must not be written to afterwards."""
+        """Send activations, a contiguous tensor, to the next stage. On a CPU it must not be written to afterwards."""
         work = dist.isend(values, self._after, group=self._values)
         assert work is not None
         if self._device.type == "cuda":
@@ -182,7 +182,7 @@ class StageLink:
             self._keep(work, values)
 
     def receive(self, into: torch.Tensor) -> None:
-        """Receive the previous stage's values into the tensor `into`, which must have the size of the sent tensor."""
+        """Receive the previous stage's activations into the tensor `into`, which must have the sent tensor's size."""
         _received(dist.irecv(into, self._before, group=self._values))
 
     def send_tokens(self, tokens: torch.Tensor) -> None:

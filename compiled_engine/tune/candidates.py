@@ -1,4 +1,4 @@
-"""List the tiles to measure for each kernel: all tiles that may be fastest, or the few that are likely to be.
+"""List the tile sizes ("tiles") to measure for each kernel: all that may be fastest, or the few that are likely to be.
 
 The few are most similar to the tiles that were fastest for similar shapes, on this or another measured card.
 """
@@ -27,7 +27,7 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Candidates:
-    """Functions that list the tiles to measure for a case, one function for each kind of kernel."""
+    """Functions that list the tile sizes to measure for a linear, one function for each kind of kernel."""
 
     small: Callable[[LinearCase], list[Tiles]]
     hopper: Callable[[LinearCase], list[HopperTiles]]
@@ -35,15 +35,15 @@ class Candidates:
 
 
 def all_candidates(num_sms: int) -> Candidates:
-    """Return the candidates of a thorough search. num_sms: number of the GPU's multiprocessors."""
+    """Return functions that list all tiles that may be fastest. num_sms: number of the GPU's multiprocessors."""
     return Candidates(small_candidates, hopper_candidates, lambda case: product_candidates(case, num_sms))
 
 
 def few_candidates(profiles: Sequence[DeviceProfile], num_sms: int) -> Candidates:
-    """Return the candidates of a quick search: for each case, at most FEW of all candidates.
+    """Return functions that list, for a quick search, at most FEW of the tiles that all_candidates lists.
 
-    profiles: measurements whose fastest tiles show which candidates are likely to be fast. The candidates of the
-    small-batch kernels include the tiles that run without a profile, so no result is slower than those tiles.
+    profiles: measurements whose fastest tiles show which tiles are likely to be fast. For the small-batch kernels, the
+    tiles that run without a profile are added, so no result is slower than those tiles.
     """
     every = all_candidates(num_sms)
 
@@ -68,11 +68,10 @@ class Fastest(Generic[AnyTiles]):
 
 
 def likely(case: LinearCase, tiles: Sequence[AnyTiles], measured: Iterator[Fastest[AnyTiles]]) -> list[AnyTiles]:
-    """Return at most FEW of the tiles, sorted by their distance to the nearest tiles that were measured as fastest.
+    """Return at most FEW of `tiles`: those nearest to tiles that were measured as fastest, the nearest first.
 
-    The distance is the number of fields that differ, plus the binary logarithms of the ratios of rows and of columns:
-    tiles of a weight twice as large count as much as tiles that differ in one field. measured: the fastest tiles of
-    measured weights.
+    measured: the fastest tiles of measured weights. The distance to such tiles is the number of fields that differ,
+    plus the difference of the weights' shapes: |log2| of the ratio of rows, plus that of the ratio of columns.
     """
     known = [(_distance(case, each), astuple(each.tiles)) for each in measured]
 

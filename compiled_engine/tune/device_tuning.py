@@ -166,8 +166,8 @@ class _Found:
     def profile(self) -> MeasuredProfile:
         """Return the profile so far.
 
-        Where Hopper's kernel is faster, tiles that read weights into registers are left out: a launch would prefer
-        these tiles to Hopper's.
+        Where Hopper's kernel is faster, tiles of the kernel that reads weights into registers are left out: a launch
+        would prefer that kernel to Hopper's.
         """
         noise_us = round(median(self.noise_us), 1) if self.noise_us else 0.0
         small, hopper, products = (self.linears[name] for name in LISTS)

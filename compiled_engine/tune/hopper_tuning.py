@@ -48,7 +48,8 @@ Listed = Callable[[LinearCase], Sequence[HopperTiles]]
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """Return a case for each linear that may use the kernel for Hopper, and for each of TOKEN_BUCKETS.
 
-    In small batches these are all linears, except the head for a single token; in larger batches, gated linears only.
+    In small batches these are all linears, except that of the logits for a single token. In larger batches, only the
+    linears of gate and up.
     """
     return [
         case
@@ -90,7 +91,7 @@ def tune_hopper_linears(
     """Yield the outcome of each case: tiles if the kernel for Hopper is worthwhile; see `HopperKernel.tune`.
 
     A case is measured with the norm before it. In small batches, the kernel is compared with the small-batch kernel and
-    its tuned tiles, `small`. In larger batches it is compared with the library, at the fewest and the most tokens.
+    its tuned tiles, `small`. In larger batches it is compared with torch's linear, at the fewest and the most tokens.
     listed: returns the candidates of a case.
     """
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s

@@ -140,8 +140,8 @@ def linear_launches(cases: Sequence[LinearCase], listed: Listed) -> Iterator[Lau
 def tune_linears(cases: Sequence[LinearCase], progress: Progress, listed: Listed) -> Iterator[Sequence[Outcome]]:
     """Yield the outcomes of cases that are timed together, with their fastest correct tiles, as soon as they are known.
 
-    A case without a correct candidate, such as a very small weight, gets no tiles; choose_tiles then chooses them when
-    the kernel runs. listed: returns the candidates of a case.
+    A case without a correct candidate, such as a very small weight, gets no tiles; small_batch_linear_op.choose_tiles
+    then chooses them when the kernel runs. listed: returns the candidates of a case.
     """
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(listed(case)) for case in cases)) as advance:

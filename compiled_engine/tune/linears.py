@@ -46,7 +46,7 @@ AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
 
 
 def key(case: LinearCase) -> LinearKey:
-    """Return the key under which a profile has the tiles of a case: tokens, rows, columns, and whether it is gated."""
+    """Return the key of a case's tiles in a profile: tokens, rows, columns, whether the rows are of gate and up."""
     return case.num_tokens, case.num_rows, case.k, case.silu_mul
 
 
@@ -80,8 +80,8 @@ class Outcome(NamedTuple):
 class Chain:
     """Linears that each read the previous linear's result, repeated over layers with different random weights.
 
-    A linear for which the previous result is too narrow reads random inputs. layers: number of layers; by default from
-    2 to 64, if possible enough to fill WORKING_SET, so that weights are not read from the L2 cache.
+    A linear for which the previous result is too narrow reads random inputs. layers: number of layers; by default 2 to
+    64, as many as make the weights fill WORKING_SET bytes, so that they are not read from the L2 cache.
     """
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):

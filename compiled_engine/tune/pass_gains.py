@@ -1,8 +1,8 @@
 """Measure the gain of each pass on a device: a step with all passes is compared with a step without that pass.
 
-The model is traced once. The compiled pieces of all variants are kept in one folder, so that equal pieces compile once.
-All variants share their weights. On a GPU a step is one CUDA graph: forward, logits of the sampled rows, greedy
-sampling.
+The model is traced once. A variant is the model with a set of passes. The compiled parts of all variants' graphs are
+kept in one folder, so that equal parts compile once. All variants share their weights. On a GPU a step is one
+CUDA graph: forward, logits of the sampled rows, greedy sampling.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def measure(
     """Measure the gains of each pass and return them by the pass's name.
 
     There is one gain per token count at which the pass changes the compiled graph. It is the difference of the median
-    times of a step without and with the pass; the `repeats` measurements of all variants are interleaved. In compile
-    ranges for small batches, a step consists of num_tokens decodes with CONTEXT tokens of context each. In other ranges
-    it is one prompt.
+    times of a step without and with the pass; the `repeats` measurements of all sets of passes are interleaved. A step
+    of n tokens is n decodes with CONTEXT tokens of context each in compile ranges for small batches, otherwise a prompt
+    of n tokens.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -165,7 +165,7 @@ def _measure_steps(
     device: torch.device,
     progress: Progress,
 ) -> dict[str, list[float]]:
-    """Return microseconds per step by the variant's name, one number per repeat. The repeats are interleaved."""
+    """Return microseconds per step by the name of the set of passes, one number per repeat. Repeats are interleaved."""
     with progress.stage(f"measure {num_tokens} tokens", total=len(steps)) as advance:
         timed = {}
         for name, step in steps.items():
@@ -179,9 +179,9 @@ def _measure_steps(
 
 
 def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
-    """Return the gain of each pass by its name. The noise is the range of the samples with all passes.
+    """Return the gain of each pass by its name. Its noise is the range of the samples with all passes.
 
-    samples: microseconds per step by the variant's name.
+    samples: microseconds per step by the variant's name, see `variants`.
     """
     whole = samples[ALL]
     return {

@@ -53,16 +53,16 @@ Listed = Callable[[LinearCase], Sequence[ProductTiles]]
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
     """Return a case for each linear of gate and up and each range of token counts.
 
-    A range is named by its last count. MANY names the range of all larger counts.
+    A case's num_tokens is the last count of its range; MANY stands for the range of all larger counts.
     """
     return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
-    """Return the most promising tiles for a case, at most CANDIDATES, the best first.
+    """Return the most promising tile sizes for a case, at most CANDIDATES, the best first.
 
-    The best tiles give the busiest multiprocessor the smallest area of the result to compute, and little to read for
-    it. num_sms: number of multiprocessors.
+    They are ranked by the work of the busiest multiprocessor: the area of the result that it computes, and what it
+    reads for that. num_sms: number of multiprocessors.
     """
     _, tokens = ends_of(case)
     found: list[tuple[float, ProductTiles]] = []
@@ -98,9 +98,9 @@ def tune_products(
 ) -> Iterator[Outcome]:
     """Yield the outcome of each case: tiles if `hopper_product` is worthwhile; see `HopperKernel.tune`.
 
-    The kernel is compared with the library at both ends of each range of token counts. linears: the linears for which
-    tune_hopper_linears found tiles. In ranges for few tokens, the kernel is compared with `hopper_linear` instead, if
-    `linears` has tiles for the weight. listed: returns the candidates of a case.
+    The kernel is compared with torch's linear at both ends of each range of token counts. linears: the linears for
+    which hopper_tuning found tiles. In ranges for few tokens, the kernel is compared with `hopper_linear`
+    instead, if `linears` has tiles for the weight. listed: returns the candidates of a case.
     """
     rates = device_rates(torch.device("cuda"), torch.bfloat16)
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}

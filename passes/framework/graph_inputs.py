@@ -1,7 +1,7 @@
 """Describes the inputs of a traced graph: whether each is a parameter, an argument of the forward, or a size.
 
 A placeholder's `meta["source"]` is a `Source` or a `Parameter`; a node's `meta["val"]` is its fake value. Tracing sets
-both; passes and stitching read them.
+both. Passes read them, and so does the code that joins the compiled pieces (graphs/compiler/stitch.py).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def shards_in(graph: fx.Graph) -> dict[str, Shard]:
 
 
 def argument(graph: fx.Graph, name: str) -> fx.Node:
-    """Return the placeholder of the forward argument `name`, such as a pass's step tensor.
+    """Return the placeholder of the forward argument `name`, such as an input that a pass adds (step tensor).
 
     Raises LookupError if the graph has no such placeholder.
     """

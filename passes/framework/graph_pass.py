@@ -59,7 +59,7 @@ class SplittingOp:
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """A pass: it rewrites the whole model's ATen graph in place, before the graph is split into pieces.
+    """A pass: it rewrites the whole model's ATen graph in place, before the graph is split into parts to compile.
 
     Passes derive from this class, which has defaults for the optional members.
     """
@@ -79,7 +79,7 @@ class GraphPass(Protocol):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return how often the pass must at least match. graph: as it is before the first pass runs.
+        """Return the least number of times that the pass must match. graph: as it is before the first pass runs.
 
         Count a feature that every variant of the pattern has, such as the rsqrt of a norm, rather than call the pass's
         own matcher. A variant that the matcher does not recognise is then counted too, and the pass is reported to have
@@ -88,7 +88,7 @@ class GraphPass(Protocol):
         ...
 
     def step_tensors(self) -> tuple[StepTensor, ...]:
-        """Return the step tensors: inputs that the pass adds to the arguments that every forward has.
+        """Return descriptions of the inputs that the pass adds to the model's forward.
 
         If the pass is enabled, the graph has a placeholder for each of them, which `graph_inputs.argument` finds.
         """
@@ -97,7 +97,7 @@ class GraphPass(Protocol):
     def run(self, graph: fx.Graph) -> PassResult: ...
 
     def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Receive the parameters of the model's graphs with role KEPT, by name, once they are allocated.
+        """Receive the parameters that passes added for values of their own (role KEPT), by name, after allocation.
 
         These tensors start as zeros and never move, so the pass may write to them now and between steps.
         """
@@ -108,7 +108,7 @@ class GraphPass(Protocol):
     ) -> int | None:
         """Check the rewritten graph and return the number of values that were compared.
 
-        Returns None, as the default does, if the verifier is to compare the replacements in `result`. Raises
-        VerificationError if a value differs.
+        The default returns None: the verifier then compares the replacements in `result`. Raises VerificationError if a
+        value differs.
         """
         return None

@@ -25,7 +25,7 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """The outcome of a pass on a graph: whether it ran, how often it matched, its contract, its time and its diff."""
+    """The outcome of a pass on a graph: whether it ran, its matches and their least number, its time and its diff."""
 
     name: str
     enabled: bool
@@ -61,9 +61,9 @@ def run_passes(
 
     Returns a report for each of `passes`, including those that did not run. A pass does not run if it is disabled, if a
     pass that it requires is disabled, if it does not apply to the range and device, or if `profile`, the device's
-    measurements, shows that it is slower. Raises ContractError if a pass matches less often than its contract: always
-    for a required pass, and with `strict` for any pass. With `verify`, raises VerificationError if a rewrite computes a
-    different result.
+    measurements, shows that it is slower. Raises ContractError if a pass matches less often than it must (see
+    GraphPass.contract): always for a required pass, and with `strict` for any pass. With `verify`, raises
+    VerificationError if a rewrite computes a different result.
     """
     reports = []
     text = graph_text(graph)
@@ -84,7 +84,7 @@ def run_passes(
 
 
 def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
-    """Raise ContractError for the first report of a pass that matched less often than its contract."""
+    """Raise ContractError for the first report of a pass with fewer matches than its contract, the required number."""
     for report in reports:
         if report.matches < report.contract:
             raise ContractError(
@@ -120,7 +120,7 @@ def _run(
 ) -> tuple[PassReport, list[str]]:
     """Run a pass on the graph, in place. Returns its report and the rewritten graph's text, see `graph_text`.
 
-    text: the graph's text before the pass.
+    text: the graph's text before the pass. contract: the least number of matches, for the report.
     """
     before = copy_of(graph) if verify else None
     start = time.perf_counter()

@@ -95,7 +95,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def user_through_cast(node: fx.Node) -> fx.Node | None:
-    """Return the only user of a value; if that user is a conversion (`_to_copy`), the conversion's only user.
+    """Return the only user of a value. If this user is a conversion (`_to_copy`), return the conversion's only user.
 
     Returns None if the value or the conversion has no user, or more than one.
     """

@@ -92,7 +92,7 @@ def define_op(
     reference: Callable[..., Any] | None = None,
     linear: LinearArguments | None = None,
 ) -> OpOverload:
-    """Register the functional op compiled_engine::<schema>, declare it as `direct`, and return it.
+    """Register the functional op compiled_engine::<schema>, declare it as called without Inductor, and return it.
 
     cpu, cuda: the op's implementations per device. fake: returns tensors of the results' shapes and dtypes, for
     tracing. reference, linear: see OpDeclaration. The op is registered directly in torch's dispatcher, where a call
@@ -133,7 +133,7 @@ def references() -> dict[OpOverload, Callable[..., Any]]:
 def implementation(op: OpOverload, device_type: str) -> Callable[..., Any]:
     """Return the function that generated Python calls in place of an op on a device type.
 
-    For an op declared with a `call`, it is that function. For an op from `define_op`, it is the implementation for the
-    device type, called past torch's dispatcher. Any other op is returned itself.
+    This is OpDeclaration.call, if the op's declaration has it. For an op from `define_op`, it is the implementation for
+    the device type, called past torch's dispatcher. Any other op is returned itself.
     """
     return declaration_of(op).call or op.py_kernels.get(_KEYS[device_type], op)

@@ -107,9 +107,10 @@ class Parameter:
         return LinearScheme.parse(self.scheme).weight.format.per_byte if self.role == CODES and self.scheme else 1
 
     def leaves(self) -> Iterator[Parameter]:
-        """Yield the descriptions of the model's tensors that this parameter is made from: all members without members.
+        """Yield the descriptions of the tensors that this parameter is made from.
 
-        A parameter without members yields itself.
+        These are the members, or members of members, that have none themselves. A parameter without members yields
+        itself.
         """
         if not self.members:
             yield self
@@ -121,7 +122,7 @@ class Parameter:
         return replace(self, name=rename(self.name), members=tuple(m.renamed(rename) for m in self.members))
 
     def divided(self, shards: Mapping[str, Shard]) -> Parameter:
-        """Return a copy in which each tensor of the model has its shard. shards: by name; a missing one means None."""
+        """Return a copy in which each tensor of the model has its shard. shards: name -> shard; missing: no shard."""
         if not self.members:
             return replace(self, shard=shards.get(self.name))
         return replace(self, members=tuple(member.divided(shards) for member in self.members))
@@ -155,10 +156,10 @@ def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
 
 
 def made(parameter: Parameter, step: str, operand: float | str, result: torch.Tensor) -> Parameter:
-    """Return the description of the tensor that a step computes from the parameter.
+    """Return the description of the tensor that an operation computes from the parameter when weights are loaded.
 
-    step, operand: a key of STEPS and the argument of its function. result: a tensor, maybe fake, with the shape and
-    dtype of the computed tensor.
+    step: the operation, a key of STEPS or an item of QUANTISING. operand: its argument. result: a tensor, maybe fake,
+    with the shape and dtype of the computed tensor.
     """
     base = parameter if parameter.make else replace(parameter, members=(parameter,), shard=None)
     name = f"{parameter.name}.{step}({operand})"

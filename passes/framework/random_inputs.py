@@ -1,6 +1,6 @@
 """Makes random inputs for a graph: a valid batch, a filled KV cache, and weights of ordinary magnitude.
 
-Step tensors of passes hold their padding value, such as "no adapter", with which the op changes nothing.
+Inputs that passes add (step tensors) hold their padding value, such as "no adapter", with which an op changes nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RandomInputs:
         return compute(source, self.parameter)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
-        """Return the value of a tensor of the model, drawn at the first call. parameter: without members.
+        """Return the value of a tensor of the model, drawn at the first call. The parameter must have no members.
 
         Norm weights are around 1. With scale 1, multiplying by a matrix preserves the magnitude of the input.
         """

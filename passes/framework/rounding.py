@@ -49,7 +49,7 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return for each tile the scale with the smallest squared error, [R, C]. SEARCHED has the factors that are tried.
+    """Return for each tile the scale with the smallest squared error, [R, C], of those that SEARCHED gives.
 
     Scales are rounded to bfloat16, since stored scales are.
     """
@@ -72,7 +72,7 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _round(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Round values, already divided by their scales, in place to integers of the format's range [-zero, zero - 1]."""
+    """Round values, already divided by their scales, in place to integers from -z to z - 1; z: the zero point."""
     zero = rounding.format.zero
     assert zero is not None, rounding
     return scaled.round_().clamp_(-zero, zero - 1)
@@ -180,7 +180,7 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of(rounding: Rounding, num_columns: int) -> int:
-    """Return the number of columns per unit for `in_halves`: a divisor of a tile's columns and of num_columns."""
+    """Return the argument `unit` of `in_halves`: a number of columns that divides a tile's columns and num_columns."""
     return math.gcd(MOST_UNIT, rounding.columns, num_columns)
 
 
@@ -258,10 +258,10 @@ def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 def the_same(values: torch.Tensor, names: str) -> torch.Tensor:
-    """Return the first of S values that must be equal, [S, ...], as [1, ...]. Raises ValueError if they differ.
+    """Return the value that S merged linears share, as [1, ...]. Raises ValueError if their values differ.
 
-    values: a value for each of S linears that are merged into one: input scales [S] or column orders [S, K]. names: the
-    linears' parameters, for the error.
+    values: a value for each of the S linears: input scales [S] or column orders [S, K]. names: the linears' parameters,
+    for the error.
     """
     if (values != values[0]).any():
         found = f"the scales of the inputs of {names} are {values.tolist()}"

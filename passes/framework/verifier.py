@@ -173,10 +173,10 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
 
 def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the region that computes a node: its leaves, and its calls in graph order.
+    """Return the calls that compute a node from known values: (known values that they read, calls in graph order).
 
-    The leaves are nodes in `known`, whose values are recorded, and placeholders. The calls include those that write to
-    tensors allocated in the region.
+    The known values are the nodes in `known`, whose values are recorded, and placeholders. The calls include those that
+    write to tensors allocated by these calls.
     """
     leaves: set[fx.Node] = set()
     inner: set[fx.Node] = set()
@@ -227,9 +227,10 @@ def _results(
 ) -> list[tuple[str, fx.Node, fx.Node]]:
     """Return (description, old node, new node) for each pair of tensors to compare.
 
-    One pair is the nodes' own values, unless the old node is a call that writes to its arguments. The others are the
-    tensors from outside the regions that both regions write to. Raises VerificationError if the regions write to
-    different arguments.
+    old, new: the replaced node and the node that replaces it. old_inner, new_inner: the calls that compute them, the
+    regions. One pair is the two nodes, unless the old node is a call that writes to its arguments. The others are
+    tensors from outside that both regions write to. Raises VerificationError if the regions write to different
+    arguments.
     """
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}

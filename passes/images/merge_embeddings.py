@@ -1,8 +1,8 @@
 """Replaces the embeddings of image tokens by those that the vision tower has computed.
 
-The tower's embeddings are rows of a parameter of role KEPT, which is filled before the step. The step tensor
-IMAGE_INDEX has the row of each token, -1 for tokens of text. The rows replace elements of the value that enters the
-first layer, which transformers' models call inputs_embeds. So a family's own factor on embeddings, such as Gemma's,
+The tower's embeddings are rows of a parameter, which is filled before the step. An input that the pass adds, the step
+tensor IMAGE_INDEX, has the row of each token, -1 for tokens of text. The rows replace elements of the value that enters
+the first layer, which transformers' models call inputs_embeds. So a family's own factor on embeddings, such as Gemma's,
 applies to tokens of text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to
 the value that leaves one of the first layers.
 
@@ -31,7 +31,7 @@ IMAGE_INDEX = StepTensor("image_index_T", ("tokens",), torch.int32, padding=-1, 
 
 
 def embeddings_parameter(num_rows: int, levels: int, hidden_size: int, dtype: torch.dtype) -> Parameter:
-    """Return the parameter with num_rows embeddings of images, each followed in its row by `levels` further parts."""
+    """Return the parameter with num_rows rows: an image token's embedding, then `levels` parts for later layers."""
     name = str(dtype).removeprefix("torch.")
     return Parameter(EMBEDDINGS, (num_rows, (1 + levels) * hidden_size), name, KEPT)
 
@@ -45,10 +45,11 @@ def part_of(embeddings: torch.Tensor, level: int, hidden_size: int) -> torch.Ten
 
 
 class MergeEmbeddings(GraphPass):
-    """Puts the embeddings of images into the input of layer 0, and adds their part n to the input of layer n.
+    """Puts the embeddings of images into the input of layer 0, and further parts of them to inputs of later layers.
 
-    levels: the number of further parts; n is from 1 to `levels`. num_rows: the number of embeddings that the parameter
-    holds. Runs after layers are repeated and sharded, and before all fusing passes.
+    levels: the number of further parts; part n, from 1 on, is added to the input of layer n. num_rows: the number of
+    embeddings that the parameter holds. Runs after the layers that were not traced have been added (see
+    repeated_layers) and after tensor_parallel, and before all passes that fuse ops.
     """
 
     name = "merge_embeddings"

@@ -1,9 +1,9 @@
 """Computes rotary angles from positions in three dimensions: time, height and width (M-RoPE, Qwen2-VL).
 
 Each pair of elements is rotated by one of a token's three positions; `sections` has the number of pairs for each of the
-three. In text the three positions are equal, so the usual forward has one position for each token. The step tensor
-POSITION_DELTAS has the differences between the three positions and the usual one, which are zero outside of prompts
-with images.
+three. In text the three positions are equal, so the usual forward has one position for each token. An input that the
+pass adds, the step tensor POSITION_DELTAS, has the differences between the three positions and the usual one. They are
+zero outside of prompts with images.
 
 The pass only runs in the variant of the forward for steps with images.
 """
@@ -33,9 +33,10 @@ def angles_of_sections(
 ) -> torch.Tensor:
     """Return the angles of p pairs, fp32 [T, p]: (position + delta) * inverse frequency.
 
-    sections: number of pairs that are rotated by time, by height and by width. mixed: pairs alternate between time,
-    height and width while the sections of height and width last, and the others are rotated by time, as in Qwen3-VL;
-    otherwise the sections follow each other.
+    deltas_T3: the differences between a token's time, height and width and its position. sections: number of pairs that
+    are rotated by time, by height and by width. mixed: pairs alternate between time, height and width until the numbers
+    for height and for width are used up, and further pairs take time, as in Qwen3-VL. Otherwise the pairs of time come
+    first, then those of height, then those of width.
     """
     positions_T3 = (positions_T[:, None] + deltas_T3).float()
     time_Tp, height_Tp, width_Tp = (positions_T3[:, axis, None] * inv_freq_p for axis in range(3))

@@ -1,4 +1,4 @@
-"""Lists the passes and step tensors of the forward for steps with images."""
+"""Lists the passes of the forward for steps with images, and the inputs that they add."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Lets the tokens of an image attend to each other: each token also sees the keys of the image's later tokens.
 
-The step tensor KEYS_AHEAD tells attention how many later keys a token sees. All tokens of an image are in the step. In
-Gemma 3 this holds in all layers, and windows of attention are at least as long as an image. In Gemma 4 it holds in the
-layers that have a window, and only within it.
+An input that the pass adds, the step tensor KEYS_AHEAD, tells attention how many later keys a token sees. All tokens of
+an image are in the step. In Gemma 3 image tokens see later keys in all layers, and windows of attention are at least
+as long as an image. In Gemma 4 they see later keys only in the layers that have a window, and only within it.
 
 The pass only runs in the variant of the forward for steps with images.
 """
@@ -22,7 +22,7 @@ KEYS_AHEAD = StepTensor("keys_ahead_T", ("tokens",), torch.int32, variants=(IMAG
 
 
 class WholeImages(GraphPass):
-    """Passes KEYS_AHEAD to all attention ops or, with `in_windows`, to those that have a window.
+    """Tells attention ops how many later keys each token sees: all ops or, with `in_windows`, those that have a window.
 
     Runs before all fusing passes.
     """

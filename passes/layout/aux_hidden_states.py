@@ -55,9 +55,9 @@ class AuxHiddenStates(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check, for each returned hidden state, that its layer and later layers read no other value of earlier layers.
+        """Check that each returned hidden state is all that its layer and later layers read of earlier layers.
 
-        Raises VerificationError if they do. Returns the number of hidden states checked.
+        Raises VerificationError if it is not. Returns the number of hidden states checked.
         """
         path = stack_of(graph)
         for layer, aux_hidden_state in zip(
@@ -74,8 +74,8 @@ class AuxHiddenStates(GraphPass):
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
     """Return the values that depend on parameters of layers before `layer` and are read in this layer or after it.
 
-    path: path of the model's list of layers, see `layer_stack`. An op that reads `aux_hidden_state` counts as part of
-    the layer `layer`.
+    path: path of the model's list of layers, such as model.layers. An op that reads `aux_hidden_state` counts as part
+    of the layer `layer`.
     """
     numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
     early: set[fx.Node] = set()

@@ -32,7 +32,7 @@ class Form:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The indices of the core's dimensions, in the order in which they occur in the value."""
+        """The indices of the core's dimensions, in the order that they have in the value."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     @property

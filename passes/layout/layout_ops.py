@@ -27,7 +27,8 @@ _BY_DIMENSION = {
 class LayoutOps:
     """Emits ops on the cores of their inputs, and returns the forms of their results.
 
-    The arguments are functions. form: returns the form of a node's value. ordered: returns an equal form whose core has
+    A form describes a value as a view of its core, see layout_form.py. The arguments are functions. form: returns the
+    form of a node's value. ordered: returns an equal form whose core has
     its dimensions in the value's order. view: emits a call of a view op on a core, and returns the node.
     """
 
@@ -41,7 +42,7 @@ class LayoutOps:
         self.graph, self.form, self.ordered, self.view = graph, form, ordered, view
 
     def follow(self, node: fx.Node) -> Form | None:
-        """Emit the node's op on the cores of its inputs, and return the form of the node's value.
+        """Emit the node's op on the cores of its inputs, and return the form of the node's value (see layout_form.py).
 
         Returns None for an op that is not known, or that cannot be applied to the cores.
         """

@@ -88,9 +88,10 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node computes one of _STEPS from a parameter of at most one dimension and constants alone.
+    """Return whether the loader can compute the node: from a parameter of at most one dimension and constants alone.
 
-    Returns False for operations that a norm applies to its weight: they are matched as part of the norm.
+    _STEPS has the possible operations. Returns False for those that a norm applies to its weight: they are matched as
+    part of the norm.
     """
     last = node
     while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):
@@ -153,8 +154,8 @@ class Recurrences(GraphPass):
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of matches to expect: one per state of a recurrence in use.
 
-        These are convolution states and matrix states. Other parameters of role KEPT, such as those for drafts, do not
-        count.
+        These are convolution states and matrix states. Other parameters that passes keep between steps (role KEPT),
+        such as those for drafts, do not count.
         """
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
@@ -221,7 +222,8 @@ def lower(
     """Run the passes of this module, ComplexNumbers and NormaliseLayout on a graph of transformers' code, in place.
 
     Returns the reports of the passes that ran; Recurrences, ComplexNumbers and InverseRoots run only if needed.
-    strict, verify: see `run_passes`, whose errors are raised; ForeignAttention and Recurrences are never verified.
+    strict, verify: see `run_passes`, whose errors this function raises too; ForeignAttention and Recurrences are never
+    verified.
     """
     unneeded: set[type[GraphPass]] = set()
     if not any(node.target in VALUES for node in graph.nodes):

@@ -1,7 +1,7 @@
 """Removes ops whose result equals an input, such as multiplications by one, and casts, views and copies without effect.
 
-Why: model code is general (a RoPE scaling factor that is 1, a cast to the dtype that the value has), and the no-ops
-that it leaves in the graph hide patterns from later passes. Inductor would fuse most of them.
+Why: model code is general, so it leaves no-ops in the graph, such as a RoPE scaling factor of 1, or a cast to the dtype
+that the value has already. They hide patterns from later passes. Inductor would fuse most of them.
 """
 
 from __future__ import annotations

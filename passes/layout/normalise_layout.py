@@ -70,7 +70,7 @@ class _Normalisation:
         return self.forms.get(value) or Form.of(value)
 
     def ordered(self, form: Form) -> Form:
-        """Return an equal form whose core has its dimensions in the value's order; emits a permutation if needed."""
+        """Return an equal form whose core has its dimensions in the value's order; emit a permutation if needed."""
         if form.is_ordered:
             return form
         core = self._view(aten.permute.default, form.core, list(form.order))
@@ -104,9 +104,10 @@ class _Normalisation:
         return core
 
     def _follow(self, node: fx.Node) -> Form | None:
-        """Return the form of the node's value, and emit the op that computes its core, unless the node is a view.
+        """Return the form of the node's value, its description as a view of a core (see layout_form.py).
 
-        Returns None for an op that cannot be applied to cores; it must read its inputs in their original layout.
+        Unless the node is a view, emits the op that computes the core. Returns None for an op that cannot be applied to
+        cores; it must read its inputs in their original layout.
         """
         target, args = node.target, node.args
         if node.op == "output" or not args or not _are_tensors(node):

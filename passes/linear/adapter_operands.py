@@ -1,4 +1,4 @@
-"""Operands of the adapter_add kernels, and the tiling of a merged linear's members."""
+"""Operands of the adapter_add kernels, and the division of a merged linear into tiles. Members: the linears merged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VECTOR = tl.constexpr(8)
 
 
 class Operands(NamedTuple):
-    """The tensors and sizes that adapter_add takes; adapter_add.reference describes them."""
+    """The arguments of the op adapter_add; adapter_add.reference describes them."""
 
     y_TN: torch.Tensor
     x_TK: torch.Tensor

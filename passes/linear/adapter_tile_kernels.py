@@ -64,14 +64,14 @@ def shrink_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write partial sums of z = A x (shrink) over splits of K, for all members of a merged linear.
+    """Write partial sums of z = A x (shrink) over splits of K, for all members: the linears merged into one.
 
     Program (window of tokens, one of TURNS programs per tile of A's rows, split of K). For each slot assigned to it, a
     program takes the window's tokens with this slot, and multiplies them by BLOCK_R rows of A over SPLIT_COLUMNS
     columns. Rows beyond an adapter's rank, and tokens without an adapter, are not written.
 
-    x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
-        [num_tokens].
+    x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K], with RANK rows for each member; ranks_ptr: int32 [slots,
+        MEMBERS], the ranks in use; slots_ptr: int32 [num_tokens], the slot of each token, -1 without an adapter.
     z_ptr: float32 [splits, num_tokens, MEMBERS * RANK].
     TURNS: programs that share the slots of a window. WINDOW: tokens of a window; BLOCK_T: tokens multiplied at a time.
     COLUMNS_AHEAD: columns of A prefetched before the wait.
@@ -127,10 +127,10 @@ def shrink_kernel(
 def _share_of(
     turn: tl.tensor, lowest: tl.tensor, end: tl.tensor, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Assign one of the slots lowest, ..., end - 1 to program number `turn` of TURNS.
+    """Assign a slot of lowest, ..., end - 1, and a part of its tokens, to program number `turn` of TURNS.
 
-    Returns (the program's first slot, the index of its part of that slot's tokens, the number of parts). If there are
-    fewer slots than programs, the tokens of a slot are divided into parts for several programs.
+    Returns (the slot, the index of the part, the number of parts of the slot's tokens). If there are fewer slots than
+    programs, there are several parts. If there are more, the program has further slots, TURNS apart.
     """
     num_slots = tl.maximum(end - lowest, 1)
     place = turn % num_slots
@@ -163,9 +163,10 @@ def _used(
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """Return for each row of A, counted over all members, whether the slot's adapter uses it.
+    """Return, for each of the rows row_R of A, whether the slot's adapter uses it.
 
-    A member uses its first rows, as many as the rank that the adapter has in this member.
+    A has RANK rows for each of MEMBERS merged linears. The adapter uses the first of these rows, as many as its rank in
+    that linear.
     """
     rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < RANK * MEMBERS, other=0)
     return row_R % RANK < rank_R

@@ -93,7 +93,9 @@ def expand_token_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write out = y + B z (LoRA's expand) of one token, for a tile of a member's outputs. Program (token, tile).
+    """Write out = y + B z (LoRA's expand) of one token, for a tile of outputs. Program (token, tile).
+
+    A tile's outputs belong to one member, a linear that was merged with others.
 
     y_ptr, out_ptr: [T, N]; z_ptr: see shrink_token_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_token_kernel.

@@ -4,8 +4,8 @@ The pass runs right after merge_linears, so that q, k and v, or gate and up, sha
 before the passes that fuse a linear with its neighbours, since the adapter is added after a norm and before an
 activation. If a linear's input is sharded, the columns of A are too, and the linear's all-reduce completes both.
 
-Slots are parameters that the runner fills (role KEPT; see `site_of`). The pass only runs in a separate variant of the
-forward (graphs/compiler/signature.py), so steps without adapters run unchanged code.
+Slots are parameters that the engine's model runner fills (see `site_of`). The pass only runs in a separate variant of
+the forward (graphs/compiler/signature.py), so steps without adapters run unchanged code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that weight matrices multiply.
+        """Return the number of values that are multiplied by a weight matrix.
 
         merge_linears leaves one linear, and so one match, per value.
         """

@@ -61,7 +61,7 @@ def scaled(
 ) -> tl.tensor:
     """Return decoded codes, less their zero points, times their scales, in fp32.
 
-    w_NK: values of codes, fp32, of N rows of a weight with K columns, from column k on.
+    w_NK: fp32, the values of the codes of N rows of a weight with K columns, from column k on.
     scales_ptr: float32, [tiles of rows, tiles of columns]. TILE_COLUMNS: columns that share a scale; 0: all.
     zeros_ptr: uint8, in the shape of the scales; None if no tile has a zero point.
     scale_row_N: for each row its index in the first dimension of the scales; mask_N: whether the row exists.

@@ -1,11 +1,11 @@
-"""Fuses a linear and the silu * up of its halves into one op, which is one kernel on Hopper where that is faster.
+"""Fuses a linear of gate and up with silu(gate) * up into one op, which is one kernel on Hopper where that is faster.
 
 Why: a kernel for the activation alone costs a launch, and reads the linear's output, twice as wide as the result. The
 fused kernels also prefetch weights before the preceding norm has ended. small_batch_linear does the same for fewer
 tokens. The pass runs after silu_mul, whose op it absorbs.
 
-The kernels are chosen at launch: one kernel if the device's profile measured it faster, otherwise the library's product
-and a kernel for the activation.
+The kernels are chosen at launch: one kernel if the device's profile measured it faster, otherwise torch's linear and a
+kernel for the activation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def launch(
 ) -> torch.Tensor:
     """Return activation(gate) * up of the halves of linear(x), [T, N / 2].
 
-    A Hopper kernel computes it if the device's profile measured it faster; otherwise the library computes the product,
-    and the kernel of silu_mul the activation.
+    A Hopper kernel computes it if the device's profile measured it faster; otherwise torch's linear runs, and then the
+    kernel of silu_mul.
     """
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:

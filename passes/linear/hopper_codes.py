@@ -58,9 +58,10 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Return why hopper_codes does not support a linear that hopper_product supports; None if it supports it.
+    """Return why hopper_codes does not support a linear that hopper_product supports; None if it does.
 
-    num_rows: rows of the weight. gated: the weight has gate and up, and num_rows counts them together.
+    hopper_codes has the tokens on the left of the tensor cores' products. num_rows: rows of the weight. gated: the
+    weight has gate and up, and num_rows counts them together.
     """
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns

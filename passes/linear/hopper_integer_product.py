@@ -36,7 +36,7 @@ _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 
 @dataclass(frozen=True)
 class IntegerTiles:
-    """Sizes of a tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` parts of K.
+    """Sizes of a tile: `tokens` tokens and 128 rows, gate and up counted together, over one of `splits` parts of K.
 
     Raises ValueError for values that are not allowed.
     """
@@ -114,10 +114,10 @@ def hopper_integer_product(
     zero: int,
     tiles: IntegerTiles | None = None,
 ) -> torch.Tensor:
-    """Return the same result as hopper_integers, but for any number of tokens; the arguments are described there.
+    """Return the same as hopper_integers (see there for the arguments), but for any number of tokens.
 
-    Weights are rounded to the results' dtype before the product, as in `integer_product.decode_words`. tiles: if None,
-    those of integer_product_tiles.
+    Decoded weights are rounded to the results' dtype before the product, as in `integer_product.decode_words`. tiles:
+    if None, those of integer_product_tiles.
     """
     from compiled_engine.kernels import hopper_integer_product_kernel as kernels  # Gluon takes a while to import
 

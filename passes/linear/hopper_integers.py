@@ -1,8 +1,8 @@
 """Launches Hopper's kernel for linears of four-bit codes and up to 128 tokens.
 
 Also says which linears the kernel supports, and chooses its tile sizes. The kernel reads codes in words (see
-`to_words`), and scales and zero points transposed, [K / 128, N]. If a linear's codes have dtype int32, its operands are
-in this layout.
+rounding.to_words), and scales and zero points transposed, [K / 128, N]. If a linear's codes have dtype int32, its
+operands are in this layout.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def stage_bytes(tiles: HopperTiles, has_zeros: bool) -> int:
 
 
 def with_stages(tiles: HopperTiles, gated: bool, has_zeros: bool, k: int, together: int) -> HopperTiles:
-    """Return the tile sizes with as many stages as fit the shared memory, at most one per step along k.
+    """Return `tiles` with as many stages of the ring buffer as fit the shared memory, at most one per step along k.
 
     k: columns of a split. together: number of programs that run on a multiprocessor at the same time.
     """

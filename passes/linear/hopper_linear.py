@@ -104,7 +104,7 @@ class HopperTiles:
         return (64 * self.groups + self.parts * self.tokens) * self.products * 128
 
     def ending_bytes(self, gated: bool) -> int:
-        """Return the shared memory in bytes that a program needs besides the stages: for results and sums of parts."""
+        """Return the bytes of shared memory that a program needs besides the stages: for results and sums of parts."""
         outputs = 64 // self.parts // (2 if gated else 1)
         return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
 
@@ -177,7 +177,7 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Return the tile sizes measured for the shape `near`, adapted to another shape, with smaller tiles if needed.
+    """Return `tiles`, measured for a weight of the shape `near`, adapted to `shape`, smaller if needed.
 
     Returns None if too few multiprocessors would be busy (see AS_BUSY), or if rows or columns are not divisible by the
     tile sizes.
@@ -217,14 +217,14 @@ def hopper_linear(
 ) -> torch.Tensor:
     """Return linear(x) + residual, [T, N], or with `gated` activation(gate) * up + residual, [T, N / 2].
 
-    gate and up are the halves of linear(x). Weight and residual must be contiguous. K must be a multiple of 8; with
-    several parts or products, of 64 * parts * products. N must be a multiple of 8; with `gated`, of 16. T may be at
-    most tiles.tokens.
+    gate and up are the halves of linear(x). Weight and residual must be contiguous. K must be a multiple of 8; if
+    tiles.parts or tiles.products is more than 1, of 64 * parts * products. N must be a multiple of 8; with `gated`, of
+    16. T may be at most tiles.tokens.
 
     scaling: if given, x and the weight are 8-bit codes with these scales, per 128 columns or whole row, and the results
-    have `dtype`. K must then be a multiple of 16; with several parts or products, of 128 * parts * products.
+    have `dtype`. K must then be a multiple of 16; if parts or products is more than 1, of 128 * parts * products.
 
-    Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
+    Raises ValueError for `gated` with four parts, which would leave a program too few rows of gate and of up.
     """
     if gated and tiles.parts > 2:
         raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")

@@ -44,7 +44,8 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
     """Return the tile sizes for a linear of 8-bit codes with `num_tokens` tokens and a weight [num_rows, k].
 
-    The tiles are the largest that keep enough multiprocessors busy, with as many stages as fit the shared memory.
+    The tiles are the largest that keep enough multiprocessors busy, with as many stages of the ring buffer as fit the
+    shared memory. silu_mul: num_rows counts gate and up together.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     # Two programs on a multiprocessor have registers for half the columns.

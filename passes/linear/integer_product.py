@@ -2,7 +2,7 @@
 
 With few tokens, a linear takes as long as reading its weight, so one kernel decodes the codes in registers before the
 tensor cores multiply them. With many tokens, the multiplications dominate: another kernel decodes the whole weight to
-memory, and the library multiplies.
+memory, and torch's linear multiplies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _WORD_ROWS = 64
 def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """Return integer codes minus zero points, or the values of e2m1 codes, exactly, in the floating-point `dtype`.
 
-    e2m1: the code's bits, moved to the bits of a float16, are the value times 2^-14. Integers: a conversion would be
-    slow. Instead, the code is put into the lowest bits of a number whose last bit stands for 1: 128 in bfloat16, 1024
-    in float16, 2^23 in float32. This adds the code to the number. Codes of 8 bits do not fit into the bits of 128.
+    e2m1 (four-bit floats): the code's bits, put into a float16, are the value times 2^-14, so they are multiplied by
+    2^14. Integers: to avoid a slow conversion, the code is put into the lowest bits of a number whose last bit stands
+    for 1: 128 in bfloat16, 1024 in float16, 2^23 in float32. The result is the number plus the code; subtracting the
+    number plus the zero point leaves the value. Codes of 8 bits do not fit into 128 in bfloat16, so 2^23 is taken.
     """
     if ELEMENT == "e2m1":
         bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12
@@ -60,7 +61,7 @@ def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl
 def _scaled(
     codes: tl.tensor, zeros: tl.tensor, scales: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return the values of codes times their scales, rounded to `dtype`. scales: None for values without scales."""
+    """Return the values of codes, see `_values`, times their scales, in `dtype`. scales: None: do not multiply."""
     if scales is None:
         return _values(codes, zeros, ELEMENT, dtype)
     else:
@@ -85,10 +86,11 @@ def _of_tiles(
     TILES: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scales, or the zero points, of N rows of codes in a step of BYTES bytes, loaded from ptr.
+    """Load the scales, or the zero points, of N rows of codes in one step along the columns.
 
-    The shape is [N, 1] if the step has one tile, or [N, BYTES], one for each byte, if it has several. first_N: index of
-    the scale of each row's first tile; a row has ROW_TILES tiles. The step has TILES tiles from number `tile` on.
+    A step has BYTES bytes of each row, and TILES quantisation tiles, which share a scale, from tile number `tile` on.
+    Returns [N, 1] if TILES is 1, otherwise one value for each byte, [N, BYTES]. ptr: the values of all tiles. first_N:
+    index of the value of each row's first tile. ROW_TILES: tiles of a whole row.
     """
     if TILES == 1:
         return tl.load(ptr + first_N + tile)[:, None]
@@ -129,14 +131,14 @@ def integer_product_kernel(
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x_ptr: [num_tokens, K]. codes_ptr: codes of ELEMENT, [N, K / codes per byte]; of two codes in a byte, the low half
-        is that of the even column.
-    scales_ptr, zeros_ptr: one for each tile of TILE_ROWS x TILE_COLUMNS elements; TILE_COLUMNS is K for whole rows.
-        zeros_ptr: None if the zero point of all codes is ZERO.
+    x_ptr: [num_tokens, K]. codes_ptr: [N, K], or for four-bit codes [N, K / 2]; the low half of a byte has the code of
+        the even column. ELEMENT: the codes' format, "int8", "int4" or "e2m1"; unsigned codes count as signed ones.
+    scales_ptr, zeros_ptr: one value for each tile of TILE_ROWS x TILE_COLUMNS elements; TILE_COLUMNS is K for whole
+        rows. zeros_ptr: None if the zero point of all codes is ZERO.
     out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
 
-    If tiles have at least BLOCK_K columns, the scales multiply the sum of a step. Scales of smaller tiles multiply the
-    weight's values, which are then rounded to the dtype of x.
+    Each step multiplies BLOCK_K columns. If tiles have at least as many columns, the scales multiply the step's sum.
+    Scales of smaller tiles multiply the weight's values, which are then rounded to the dtype of x.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -248,7 +250,9 @@ def decode_words_kernel(
     ROWS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode a quantised weight in words, see `to_words`. Program (rows, block) decodes 128 columns of ROWS rows.
+    """Decode a weight of four-bit codes in words, see rounding.to_words. Program (rows, block of 128 columns).
+
+    A program decodes ROWS rows.
 
     words_ptr: [num_rows, K / 8]. scales_ptr, zeros_ptr: [K / 128, num_rows]. out_ptr: [num_rows, K].
     """
@@ -306,7 +310,7 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
+    """Return a linear with bias, activation and residual, as given: [T, N], or [T, N / 2] with silu_mul, in x's dtype.
 
     See quantised_linear_op.reference for the arguments. The weight must be contiguous. tiles: if None, those of
     choose_tiles.

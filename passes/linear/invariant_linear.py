@@ -1,8 +1,8 @@
 """Replaces each linear by an op whose result for a token does not depend on the tokens beside it, bit for bit.
 
-The pass runs only in batch-invariant engines: as the last pass, and on every callable, including those that other
-engines leave as eager code. If an op is left whose sums could depend on the batch, the pass raises ValueError and names
-the op.
+The pass runs only in batch-invariant engines: as the last pass, and on all of the model's functions, including those
+that other engines leave as eager code. If an op is left whose sums could depend on the batch, the pass raises
+ValueError and names the op.
 
 Why: libraries choose a kernel, and with it the order of a sum, by the number of rows.
 """
@@ -100,7 +100,7 @@ class InvariantLinear(GraphPass):
     kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that weight matrices multiply.
+        """Return the number of values that are multiplied by a weight matrix.
 
         merge_linears leaves one linear, and so one match, per value.
         """

@@ -78,9 +78,11 @@ def invariant_product_kernel(
 ) -> None:
     """Compute x w^T + bias for a tile. Program (tile of TOKENS tokens, tile of ROWS rows of the weight, part).
 
+    Parts are PART columns each.
+
     x_ptr: [num_tokens, K], rows x_stride apart. w_ptr: [N, K]. bias_ptr: [N], or None. out_ptr: [num_tokens, N].
-    partials_ptr: fp32 [parts, num_tokens, N], receives the sums of the program's part; None: the program computes all
-        parts, of PART columns each, and writes to out.
+    partials_ptr: fp32 [parts, num_tokens, N], receives the sums over the program's part. None: the program computes all
+        parts and writes to out.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -28,7 +28,8 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 class Quantised:
     """The scheme of a quantised weight, and its parameters besides the codes.
 
-    columns: for reordered schemes, the column of the input for each column of the codes; otherwise None.
+    columns: if the checkpoint stores columns in another order (GPTQ's act-order), the column of the input for each
+    column of the codes; otherwise None.
     """
 
     scales: fx.Node
@@ -168,7 +169,7 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
 
 
 def is_by_columns(node: fx.Node) -> bool:
-    """Return whether a parameter of experts has the shape [E, K, N]: a batched product reads it without a transpose."""
+    """Return whether a parameter of experts has the shape [E, K, N], so that products take it without a transpose."""
     return any(is_call(user, aten.bmm.default) for user in node.users)
 
 
@@ -203,8 +204,8 @@ def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_pa
     """Return, for each value [T, K], the number of weight matrices [N, K] that it is multiplied by, for contracts.
 
     counts: a function that returns whether a parameter is counted. Every op that reads both such a matrix and a value
-    counts as a multiplication, whether `linear_of` recognises it or not. An exception is an op that takes weight^T but
-    reads a parameter without a transpose: the parameter is [K, N], as in GPT-2, and is not counted.
+    counts as a multiplication, even if `linear_of` does not recognise it. A matrix [K, N], as in GPT-2, is not counted:
+    ops that take weight^T read it without a transpose.
     """
     readers: dict[fx.Node, fx.Node] = {}
     for parameter in filter(counts, graph.find_nodes(op="placeholder")):

@@ -40,7 +40,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that several weight matrices multiply: one match each."""
+        """Return the number of values that are multiplied by several weight matrices: one match each."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -147,10 +147,10 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the merged scales, zero points, input scale and order of columns of linears that are merged.
+    """Merge the scales, zero points, input scales and orders of columns of linears, and return the merged ones.
 
-    Each of these becomes a new placeholder of the graph. Returns None if `group` is empty, for weights that are not
-    quantised.
+    Each of these becomes a new placeholder of the graph. Returns None if `group` is empty, which stands for weights
+    that are not quantised.
     """
     if not group:
         return None
@@ -190,7 +190,7 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Reduce a placeholder that packs a row for each merged linear to a single row, and return the placeholder.
+    """Change a placeholder, which has one row for each merged linear, to have a single row, and return it.
 
     Loading will fail if the rows are not equal.
     """

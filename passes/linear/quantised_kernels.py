@@ -117,8 +117,8 @@ def describe_kernels(
 ) -> str:
     """Return text that names the kernels of a linear for few, for many and for thousands of tokens, for reports.
 
-    See `choose` for the arguments. On Hopper, codes that hopper_integers supports are assumed to be in words: the pass
-    reorder_codes stores them in words.
+    See `choose` for the arguments. On Hopper, codes that hopper_integers supports are assumed to be in its layout: the
+    pass reorder_codes stores them so.
     """
     in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
     few, many, most = (
@@ -247,7 +247,7 @@ def multiply(
 
 
 def _gated_tiles(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> ProductTiles | None:
-    """Return the measured tile sizes of Hopper's kernel for gate and up; None if the library is to compute them."""
+    """Return the measured tile sizes of Hopper's kernel for gate and up; None if torch's linear is to compute them."""
     return product_tiles(len(x_TK), *weight_NK.shape, True, x_TK.dtype, x_TK.device)
 
 
@@ -299,7 +299,7 @@ def _on_hopper(
 
 
 def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
-    """Return the scales of a linear and the sizes of the tiles that share a scale, as kernels take them.
+    """Return the scales of a linear, and the sizes of the tiles whose elements share a scale, for its kernels.
 
     inputs_CT: scales from round_inputs.launch; None if inputs are not rounded.
     """

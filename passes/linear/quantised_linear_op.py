@@ -41,11 +41,14 @@ def reference(
 ) -> torch.Tensor:
     """Return rounded(x) @ decoded weight^T + bias, [T, M], computed in fp32 and rounded once to the dtype of x.
 
-    The steps of small_batch_linear before and after the linear are included; see there for their arguments and order.
-    scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
-    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: the
-    scale of static inputs. input_scales_CT: scales of x if x is codes (see round_inputs); the results then have
-    `dtype`, and there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes.
+    A norm before the linear, and an activation and a residual add after it, are as in small_batch_linear_op.reference;
+    see there for their arguments and for M.
+
+    scheme: the text form of a LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words, see
+    hopper_integers; scales and zero points are then transposed. zeros_RC: zero points, uint8, for schemes that have
+    them. input_scale_1: the static scale of the inputs. input_scales_CT: the scales of x if x is codes (see
+    round_inputs); the results then have `dtype`, and there is no norm. columns_1K: the column of x for each column of
+    the codes, if the checkpoint stores the columns in another order.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if codes_NK.dtype == torch.int32:
@@ -148,10 +151,11 @@ def gated_reference(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, M] and scales [C, T] of activation(gate) * up, where a linear of codes computes gate and up.
+    """Return activation(gate) * up, quantised: codes [T, N / 2] and scales [C, T].
 
-    x_TK, input_scales_CT: codes and scales of the linear's inputs. codes_NK, scales_RC: codes and scales of its weight.
-    dtype: the dtype of gate, up and the activation. static_1, rounding: how the result is quantised, see round_inputs.
+    gate and up are the halves of the result of a linear of codes. x_TK, input_scales_CT: codes and scales of the
+    linear's inputs. codes_NK, scales_RC: codes and scales of its weight. dtype: the dtype of gate, up and the
+    activation. static_1, rounding: how the result is quantised, see round_inputs.
     """
     y_TM = reference(
         *(x_TK, codes_NK, scales_RC, None, None, bias_N, scheme),

@@ -70,8 +70,8 @@ def store_outputs(
 ) -> None:
     """Store the outputs from `first` on: y_TN plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
 
-    y_TN: products of tokens with the weight's rows that `weight_rows` returns. token_T, mask_T: indices of the tokens,
-    and which of them exist. bias_ptr and residual_ptr may be None.
+    y_TN: products of tokens with the weight's rows that small_batch_linear_tiles.weight_rows returns. token_T, mask_T:
+    indices of the tokens, and whether each exists. bias_ptr and residual_ptr may be None.
     """
     ROWS: tl.constexpr = y_TN.shape[1]
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
@@ -123,8 +123,9 @@ def quantised_product_kernel(
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x_ptr: [num_tokens, K], codes or values that are not rounded. codes_ptr: [N, K]. scales_ptr, input_scales_ptr: see
-        Scaling; TILE_COLUMNS and INPUT_COLUMNS are K for whole rows.
+    x_ptr: [num_tokens, K], codes, or values if input_scales_ptr is None. codes_ptr: [N, K].
+    scales_ptr, input_scales_ptr: see Scaling. A scale holds for TILE_ROWS rows by TILE_COLUMNS columns of the weight,
+        or for INPUT_COLUMNS columns of an input; K for whole rows.
     out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
     """
     if DEPENDENT_LAUNCH:
@@ -179,9 +180,9 @@ def quantised_product_kernel(
 
 
 def step_of(scheme: LinearScheme) -> int:
-    """Return the number of columns of a step, the largest power of two that divides the columns of every tile.
+    """Return how many columns the kernel multiplies per step: the largest power of two that divides those of all tiles.
 
-    It is at most MOST_COLUMNS. Returns 0 if it would be less than LEAST_COLUMNS.
+    The number is at most MOST_COLUMNS. Returns 0 if it would be less than LEAST_COLUMNS.
     """
     tiles = [scheme.weight.columns]
     if scheme.inputs is not None and not scheme.inputs.static:
@@ -224,10 +225,10 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return the linear with bias, fused as in quantised_linear: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
+    """Return a linear with bias, activation and residual, as given: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
 
-    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: columns per step, from
-    step_of. tiles: if None, those of choose_tiles.
+    See quantised_linear_op.reference for these steps. x_TK: codes, or values if scaling.inputs_CT is None. The weight
+    must be contiguous. step: columns per step, from step_of. tiles: if None, those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

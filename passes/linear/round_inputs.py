@@ -99,8 +99,8 @@ def store_rounded(
 ) -> None:
     """Write the codes of some columns of a row, and, unless row_scale is given, the scales of these columns' groups.
 
-    x_K: the values of GROUPS * COLUMNS columns from column FIRST on, in fp32; this number is a power of two. Columns
-        from K on are not written. COLUMNS: columns of a group, which share a scale.
+    x_K: the values, in fp32, of GROUPS * COLUMNS columns (a power of two) from column FIRST on. Columns from K on are
+        not written. COLUMNS: columns of a group, which share a scale.
     codes_ptr: [T, K]; scales_ptr: float32 [K / COLUMNS, scale_stride]; token: index of the row.
     static_ptr: the scale of all groups, float32 [1], or None. row_scale: the scale of the whole row, which is already
         stored, or None. With neither, a group's scale is computed from its largest magnitude.
@@ -324,7 +324,7 @@ def tile_of(num_tokens: int) -> int:
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Return a new tensor for the scales of codes, float32 [C, T]; C is 1 if a row of codes has one scale.
+    """Return a new tensor for the scales of codes, float32 [C, T], with C scales for each row of codes.
 
     Each row of scales has room for whole tiles of `tile` tokens, since kernels read whole tiles.
     """

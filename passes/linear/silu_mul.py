@@ -118,10 +118,10 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return the number of results of activations, [T, I], that are multiplied by another value.
+    """Return the number of results of activations, [T, I], that are multiplied by another value, for contracts.
 
-    Products with the result of a norm, a clamp or a recurrence do not count. The contracts of passes that match
-    silu(gate) * up return this number.
+    Passes that match silu(gate) * up must match as often. Products with the result of a norm, a clamp or a recurrence
+    do not count.
     """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
@@ -132,7 +132,7 @@ def gated_products(graph: fx.Graph) -> int:
 
 
 def _is_gated_later(node: fx.Node) -> bool:
-    """Return whether the node is the result of a norm, a clamp, or an op that writes to a buffer (a recurrence's)."""
+    """Return whether the node is the result of a norm, a clamp or a recurrence (an op that writes to a buffer)."""
     if is_scaled_and_weighted(node) or is_call(node, aten.clamp.Tensor):
         return True
     while is_call(node, aten.view.default, aten.reshape.default, aten._to_copy.default):

@@ -48,7 +48,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that weight matrices multiply.
+        """Return the number of values that are multiplied by a weight matrix.
 
         merge_linears leaves one linear, and so one match, per value.
         """
@@ -85,9 +85,10 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
     """Fuse each norm that only linears read into these linears, by changing their entries in `linears`.
 
-    A residual sum before the norm is fused into the linear that computes the sum's addend; if no linear computes it,
-    the sum becomes a separate addition. A sum whose addend is normed is not changed. The experts op counts as a linear;
-    if the op changes, a new node replaces its node. Returns a mapping: replaced value -> the node that now computes it.
+    If the norm's input is a residual sum, the addition is fused into the linear that computes the addend; if no linear
+    computes it, the addition becomes an op of its own. A sum whose addend is normed is left unchanged. The experts op
+    counts as a linear; if it changes, a new node replaces its node. Returns: replaced value -> the node that now
+    computes it.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -138,8 +139,8 @@ def _take_in_norm(
 ) -> None:
     """Fuse a norm into `user`, a linear or the experts op, whose input is the norm's result.
 
-    This changes the entry of a linear in `linears`, or the node of an experts op, which is added to `changed_experts`.
-    norm: the arguments of the op that computes the norm.
+    The entry of a linear in `linears` is changed; the node of an experts op is changed in place and added to
+    `changed_experts`. norm: the arguments of the op that computes the norm.
     """
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}

@@ -30,8 +30,8 @@ def finish(
     """Store to `out` a linear's result y, or activation(y) * up, plus the residual, rounded where textbook code rounds.
 
     y, up: float32. offsets (into out_ptr), mask and residual have the shape of y.
-    SILU_MUL: use `up`. RESIDUAL: add `residual`, which callers load along with the linear's operands if tokens are
-        few, to avoid a wait at the end.
+    SILU_MUL: use `up`. RESIDUAL: add `residual`. With few tokens, callers load the residual along with the linear's
+        operands, to avoid a wait at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:

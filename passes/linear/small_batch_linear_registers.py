@@ -29,7 +29,8 @@ def _asked_for(  # type: ignore[no-untyped-def]
 ):
     """Issue the load of a step's weight tile, without waiting for it, and return `tiles` with the tile appended.
 
-    Returns `tiles` unchanged if there is no such step.
+    tiles: a tuple of the tiles loaded so far. offsets_GKN: the tile's elements at step 0, relative to w_ptr. STEP:
+    columns of a step. Returns `tiles` unchanged if `step` is not below STEPS.
     """
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
@@ -64,8 +65,8 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     """Compute a linear with its norm, activation and residual for up to eight tokens.
 
     See small_batch_linear_op.reference. A program computes the outputs of ROWS rows of the weight. Arguments are those
-    of few_tokens_kernel. Each of GROUPS warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS *
-    BLOCK_K. AHEAD: number of steps whose weights are loaded ahead of their use.
+    of small_batch_linear_tiles.few_tokens_kernel. Each of GROUPS warps multiplies BLOCK_K columns of a step; K must be
+    a multiple of GROUPS * BLOCK_K. AHEAD: number of steps whose weights are loaded ahead of their use.
     """
     OUTPUTS: gl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     STEP: gl.constexpr = GROUPS * BLOCK_K

@@ -132,7 +132,7 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return (acc, squares) after a step, which adds W x^T to acc if ROWS_FIRST, otherwise x W^T.
+    """Add the product of one step to acc, and return (acc, squares). The product is W x^T if ROWS_FIRST, else x W^T.
 
     NORM: multiply x by the norm's weight (plus OFFSET) first, and add the row sums of x * x to `squares`; otherwise
     `squares` is returned unchanged. x, w, columns: as _tile and _columns return them.
@@ -156,10 +156,10 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store the partial sums [TOKENS, ROWS] of a split of K, and return whether it was the tile's last split to do so.
+    """Store the partial sums [TOKENS, ROWS] of a split of K. Return whether all splits of the tile are now stored.
 
-    If it was, this program must add the partial sums of all splits. partial_ptr_TN: pointers to the partial sums of the
-    tile's split 0. counter_ptr: the tile's counter, int32, 0 before and after the launch.
+    If they are, this program must add the partial sums of all splits. partial_ptr_TN: pointers to the partial sums of
+    the tile's split 0. counter_ptr: the tile's counter, int32, 0 before and after the launch.
     """
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()
@@ -224,7 +224,8 @@ def few_tokens_kernel(
     partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS]; counter_ptr: int32 [tiles]; both unused with SPLIT_K 1.
     BIAS, NORM, RESIDUAL: whether there are such operands; NORM requires SPLIT_K 1. OFFSET: added to the norm's weight.
     SILU_MUL: w has num_outputs rows of gate, then as many of up; ROWS counts both.
-    BLOCK_K, GROUPS: see Tiles. COLUMNS_AHEAD: a program's columns prefetched into the L2 cache before the wait.
+    BLOCK_K, GROUPS: see small_batch_linear_op.Tiles. COLUMNS_AHEAD: columns of the program's rows that are prefetched
+        into the L2 cache before the wait for the previous kernel.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

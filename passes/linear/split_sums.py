@@ -30,7 +30,7 @@ def sum_splits_kernel(
     OUTPUTS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write to out_ptr: the sum of all splits plus bias, then with SILU_MUL ACTIVATION(gate) * up, plus the residual.
+    """Write the sum of all splits plus bias, or with SILU_MUL ACTIVATION(gate) * up of its halves; add the residual.
 
     Program (OUTPUTS outputs, token). partials_ptr: fp32 [SPLITS, num_tokens, N], where N is num_outputs, or twice that
     with SILU_MUL. bias_ptr: [N], or None. out_ptr: [num_tokens, num_outputs]. residual_ptr: like out_ptr, or None.
@@ -69,9 +69,10 @@ def sum_splits(
     activation: str,
     out_TM: torch.Tensor,
 ) -> None:
-    """Write y + residual to out_TM, or with `gated` activation(gate) * up + residual; y is the sum of splits plus bias.
+    """Write y + residual to out_TM. y, [T, N], is the sum of the splits plus the bias.
 
-    gate and up are the halves of y. bias_N and residual_TM may be None.
+    With `gated`, activation(gate) * up replaces y, where gate and up are the halves of y. bias_N and residual_TM may be
+    None.
     """
     splits, num_tokens, _ = partials_STN.shape
     outputs = out_TM.shape[1]

@@ -138,7 +138,7 @@ class LayerNorm(GraphPass):
     name = "layer_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of LayerNorms over hidden states [T, D], of one ATen op or of several: one match each."""
+        """Return the number of LayerNorms over hidden states [T, D], written as one ATen op or as several."""
         native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
         of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
         return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))

@@ -37,7 +37,7 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """The arguments (eps, offset, wide) of ops with a norm, in the order in which these ops take them."""
+        """The values (eps, offset, wide), in the order in which ops that include a norm take them as arguments."""
         return self.eps, self.offset, self.wide
 
 
@@ -150,7 +150,7 @@ def _weight_and_offset(weight: fx.Node) -> tuple[fx.Node, float]:
 def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
     """Return (eps, y) if the node is rsqrt(mean(y ** 2) + eps), with the mean over the last dimension.
 
-    y is None, and eps meaningless, for any other rsqrt.
+    Returns (a number, None) for any other rsqrt.
     """
     shifted: Any = arg(rsqrt, 0)
     if not is_call(shifted, aten.add.Tensor) or shifted.kwargs or not isinstance(shifted.args[1], float):
@@ -177,10 +177,10 @@ def is_deviation(value: Any) -> bool:
 
 
 def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
-    """Yield for each norm over hidden states [T, D] the value that is multiplied by the rsqrt, before a cast to fp32.
+    """Yield, for each norm over hidden states [T, D], the value that its rsqrt multiplies, before a cast to fp32.
 
-    Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, whether `norm_of`
-    recognises the norm or not, unless the norm has no weight. None is yielded for an rsqrt that multiplies nothing.
+    Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, even if `norm_of` does
+    not recognise the norm; norms without a weight are left out. Yields None for an rsqrt that multiplies nothing.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         if rsqrt.meta["val"].dim() == 2 and not _lacks_weight(rsqrt):

@@ -1,7 +1,7 @@
 """Replaces each RMSNorm that is not fused with a residual add, such as a model's first norm, by one kernel.
 
-Why: Inductor would generate an equivalent kernel. With the pass, the graph's first piece has no pointwise op left, so
-the piece needs no compilation.
+Why: Inductor would generate an equivalent kernel. With the pass, the part of the graph before the first attention has
+no pointwise op left, and needs no compilation.
 """
 
 from __future__ import annotations

@@ -63,9 +63,11 @@ def all_reduce_residual_rms_norm_kernel(
     in the order of the ranks, so that every rank gets the same bits. All ranks launch the kernel together.
 
     x_ptr: [T, D], this rank's summand; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
-    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
+    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; a token's index is its
+        slot there.
     scales_ptr: None: normed_ptr receives the norm. Otherwise the norm is quantised: normed_ptr receives codes, and
-        scales_ptr their scales. static_ptr and the arguments after scales_ptr are then those of store_rounded.
+        scales_ptr their scales. static_ptr and the arguments after scales_ptr are then those of
+        round_inputs.store_rounded.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D

@@ -45,9 +45,9 @@ def verify_ranks(
 ) -> int:
     """Check every call of the sharded graph `divided` on every rank, and return the number of all-reduces compared.
 
-    whole: the undivided model's graph. result: the result of the pass. shards: parameter name -> its shard. Both ends
-    of the range are checked as token counts, but the high end is at most MOST_TOKENS. Raises VerificationError, which
-    names the first differing value, the number of tokens and the error.
+    whole: the undivided model's graph. result: the result of the pass. shards: parameter name -> its shard. The calls
+    run with the fewest tokens of the range, and with the most tokens but at most MOST_TOKENS. Raises VerificationError,
+    which names the first differing value, the number of tokens and the error.
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
@@ -158,9 +158,10 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose values on a rank are only summands: from a linear with a sharded input to its all-reduce.
+    """Return the nodes whose value on a rank is only a summand of a sum over ranks.
 
-    sums: the all-reduces. They are not returned themselves.
+    These are the linears with a sharded input, and all nodes between them and their all-reduces. sums: the all-reduces,
+    which are not returned themselves.
     """
     found: set[fx.Node] = set()
     for node in sums:
@@ -197,8 +198,9 @@ def _packed_values(
 ) -> dict[fx.Node, Shard]:
     """Return the nodes whose values are several sections side by side, each sharded among the ranks, with their shards.
 
-    These are the results of packed linears, other parameters with several sections, and values of the same size that
-    are computed from either, such as the convolution of a delta net's queries, keys and values.
+    These are the results of `products`, the linears with such outputs, other parameters with several sections, and
+    values of the same size that are computed from them. An example is the convolution of a delta net's queries, keys
+    and values.
     """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}

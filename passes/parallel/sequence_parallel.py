@@ -3,8 +3,8 @@
 Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank has the sums
 of its own tokens only, so the residual add and the norm read and write a part of the rows (Korthikanti et al., 2022,
 arXiv:2205.05198). The residual stays sharded from one norm to the next: its tensor has a row for each token, but only
-the rows of the rank's own tokens are valid. A norm is therefore left unchanged if any op but a divided norm reads its
-sum with the residual.
+the rows of the rank's own tokens are valid. Such a residual may only be read by norms that are divided too. A norm is
+therefore left unchanged if another op reads the sum that the norm makes with the residual.
 """
 
 from __future__ import annotations

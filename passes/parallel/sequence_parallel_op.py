@@ -1,6 +1,6 @@
 """Defines the op of sequence parallelism: all-reduce, residual add and RMSNorm, with tokens divided among the ranks.
 
-Every rank gets the normed rows of all tokens, but the sums with the residual of its own tokens only. The next op of
+Every rank gets the normed rows of all tokens, but the sums with the residual only for its own tokens. The next op of
 this kind reads no other sums. If ranks can write to each other's memory, one kernel does all of this: each rank sends
 its summand of a token's row to the rank that owns the token, and the owner sends back the normed row.
 """
@@ -55,7 +55,8 @@ def sequence_parallel_kernel(
     residual_ptr, sum_ptr: [T, D], read and written only in the rows that this rank owns.
     weight_ptr: [D]. inner_weight_ptr: [D], the weight of an RMSNorm of the all-reduced row before the residual add;
         None: the row is added as it is. OFFSET, WIDE: see rms_norm.normed.
-    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
+    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; a token's index is its
+        slot there.
     """
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -122,10 +123,10 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm.reference for the sum of x over ranks: the norm and the sum, [T, D] each.
+    """Return (the RMSNorm of total, total), [T, D] each. total: the sum of x over ranks, plus the residual.
 
     Only the rows that this rank owns are read from residual_TD. The second result is valid in these rows, and NaN in
-    all others.
+    all others. For the other arguments see residual_rms_norm.reference.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)

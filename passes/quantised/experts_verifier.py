@@ -89,7 +89,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, weight: Parameter) -> torch.Tensor:
-        """Return the values [E, N, K], in fp32, that this rank's codes of a weight must represent."""
+        """Return the values [E, N, K], in fp32, that this rank's codes of a weight must decode to."""
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
             matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
@@ -126,9 +126,9 @@ class _Checkpoint:
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
     def _stacked(self, name: str, part: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return what `part` returns for each projection, stacked: [experts, rows of all projections, ...].
+        """Call `part` for each projection and return the results, stacked: [experts, rows of all projections, ...].
 
-        part: takes the codes, scales, zero points and shape of one projection.
+        part: a function of the codes, scales, zero points and shape of one projection.
         """
         weight, rounding, projections = self.weights[name], self._rounding(name), projections_of(name)
         num_experts, num_rows, k = weight.shape if weight.shard is None else weight.shard.whole

@@ -1,6 +1,6 @@
 """Gives attention over an FP8 cache the scales of its keys and values, as a parameter.
 
-Model files contain nothing about these scales. The pass runs before the fusing passes, which keep the argument. The
+Model files contain nothing about these scales. The pass runs before the fusing passes, whose ops take them too. The
 parameter is filled from the checkpoint, or with 1 if the checkpoint has no scales: see models/checkpoint/kv_scales.py.
 A layer that reads the keys and values of an earlier layer has a parameter of its own with the earlier layer's scales.
 """

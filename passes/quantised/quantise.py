@@ -176,15 +176,15 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
 
 
 def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
-    """Return the shard of the scales for a shard of a weight [N, K], or [E, N, K] with E undivided.
+    """Return the shard of the scales that belongs to a shard of their weight, [N, K], or [E, N, K] with E undivided.
 
-    Tiles must end where the shard does.
+    Tiles, whose elements share a scale, must end where the shard does.
     """
     return shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
 
 
 def shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
-    """Return the shard of a matrix, such as scales, that has an element for each tile of a weight.
+    """Return the shard of a matrix with one element for each quantisation tile of a weight, such as scales.
 
     shard: the shard of the weight. rows, columns: sizes of a tile; 0: all rows or columns.
     """

@@ -44,7 +44,7 @@ class QuantiseActivations(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that quantised matrices multiply, and that the rules round: one match each."""
+        """Return the number of values that the rules round, and that are multiplied by a quantised matrix."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -81,10 +81,10 @@ def _rounded(
     linears: list[fx.Node],
     replacements: list[Replacement],
 ) -> tuple[fx.Node, fx.Node, str]:
-    """Emit the rounding of the value `x`, which `linears` read. Return (codes, scales, text that says where).
+    """Emit ops that round the value `x`, which `linears` read. Return (codes, scales, text that says in which kernel).
 
-    static: the node of a static scale; None: the scales follow from the values. If the norm of a sum computes the
-    codes, the replacement of the sum is appended to `replacements`.
+    static: the node of a static scale; None: the scales follow from the values. If x is the norm of a residual sum, one
+    op computes the sum and the codes; the replacement of the sum is then appended to `replacements`.
     """
     how: dict[str, Any] = {"static_1": static, "rounding": str(rounding)}
     by = "alone"
@@ -114,9 +114,9 @@ def _rounded(
 def _in_sum(
     graph: fx.Graph, norm: fx.Node, how: dict[str, Any], replacements: list[Replacement]
 ) -> tuple[fx.Node, fx.Node]:
-    """Replace the norm of a sum by the op that also rounds the norm, and return the codes and the scales.
+    """Replace the op that norms a residual sum by one that also rounds the norm; return the codes and the scales.
 
-    how: the op's further arguments. The replacement of the sum is appended to `replacements`.
+    how: arguments of the new op, by name. The replacement of the sum is appended to `replacements`.
     """
     with graph.inserting_before(norm):
         fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)  # type: ignore[index]

@@ -64,7 +64,7 @@ class _Checkpoint:
     device: torch.device
 
     def stands_for(self, name: str) -> torch.Tensor:
-        """Return the values [N, K], in fp32, that this rank's codes of the weight `name` must represent."""
+        """Return the values [N, K], in fp32, that this rank's codes of the weight `name` must decode to."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]

@@ -32,7 +32,7 @@ class ReorderCodes(GraphPass):
         return None if device_type == "cuda" else "only a kernel of Hopper reads another order"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return 0: which linears can be reordered is known only after merging. Notes name those that cannot."""
+        """Return 0: which linears can be reordered is known only after merging. The result's notes name the others."""
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -75,9 +75,9 @@ def reorder(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _made(graph: fx.Graph, operand: fx.Node, step: str, dtype: str) -> fx.Node:
-    """Add an input to the graph, which the loader makes from `operand` by the step `step`, and return the input.
+    """Add an input to the graph, which the loader computes from `operand` by `step`, and return the input.
 
-    dtype: the new input's dtype.
+    step: a key of parameter.STEPS. dtype: the new input's dtype.
     """
     value = operand.meta["val"]
     # On "meta": even with fake tensors, indexing a GPU's tensor needs a build of PyTorch for that GPU.

@@ -4,7 +4,7 @@ The first multiplies the convolution's input by a factor, the second its result 
 
 Why: each multiplication would be a kernel that reads and writes the whole activation. In a decode step such a kernel
 takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without these
-multiplications, pieces of the graph have no pointwise op left and need no compilation.
+multiplications, the parts into which the graph is split have no pointwise op left, and need no compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Match(NamedTuple):
 def _match(call: fx.Node) -> _Match | str | None:
     """Return the multiplications before and after a convolution if they can move into the convolution's op.
 
-    Returns None if there are no multiplications, or the reason if there are some that cannot move.
+    Returns None if there are no multiplications. If there are some that cannot move, returns the reason as text.
     """
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]

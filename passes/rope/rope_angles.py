@@ -186,7 +186,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
 
 
 def _are_frequencies(value: fx.Node, positions: fx.Node) -> bool:
-    """Return whether a value is a parameter of fp32 [p], or frequencies that were computed for each token, [T, p]."""
+    """Return whether a value is a parameter, fp32 [p], or was computed as frequencies of each token, [T, p]."""
     frequencies, num_tokens = value.meta["val"], positions.meta["val"].shape[0]
     if frequencies.dtype != torch.float32:
         return False
@@ -196,7 +196,7 @@ def _are_frequencies(value: fx.Node, positions: fx.Node) -> bool:
 
 
 def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
-    """Return (angles without repetition, layout) of angles that may be repeated, or why they are not recognised.
+    """Return (the angles, each once; the layout in which `angles` has them), or why they are not recognised.
 
     layout: see `reference`.
     """

@@ -37,8 +37,8 @@ def rope_attend(
     """Norm and rotate q and k, write k and v to the cache, and write attention's result to out_THd.
 
     This is rope_kv_write followed by attend, in one kernel if the backend has one for the batch. others: the fields of
-    Rotation, Scoring and AttentionInputs. The compiled forward calls this function directly, without torch's
-    dispatcher.
+    Rotation, Scoring and AttentionInputs (attention/inputs.py). The compiled forward calls this function directly,
+    without torch's dispatcher.
     """
     rotation, inputs = Rotation(*others[:OF_ROTATION]), inputs_of(others)
     scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
@@ -58,7 +58,8 @@ def unfused(
 ) -> None:
     """Norm, rotate, write to the cache and attend as rope_attend does, in two calls: rope_kv_write, then `attention`.
 
-    attention: `attend`, or a function with the same arguments that postpones the call, to run between CUDA graphs.
+    attention: `attend`, or a function with the same arguments that postpones the call until between two CUDA graphs.
+    others: see rope_attend.
     """
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K

@@ -35,8 +35,8 @@ from compiled_engine.passes.rope.rope_match import Rotated, match_rotation, rota
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (q, k), normed if they have norm weights, and rotated. Values are rounded after each op, as in models.
 
-    rotation: the fields of Rotation. cos and sin have a value per rotated element, or one per pair of elements that are
-    rotated together.
+    rotation: the fields of Rotation (attention/inputs.py). cos and sin have a value per rotated element, or one per
+    pair of elements that are rotated together.
     """
     how = Rotation(*rotation)
     eps, cos_T1r, sin_T1r, interleaved = how.eps, how.cos_T1d, how.sin_T1d, how.interleaved
@@ -82,9 +82,10 @@ def rope_kv_write(
     """Norm and rotate q and k as `reference` does, store k and v in the cache, and return q, contiguous [T, H, d].
 
     k and v of a token are stored at the token's slot; those of a token with slot -1 are not stored. q, k and v may be
-    views of one tensor, with any strides from token to token and head to head. kv_scales_2K: see Scoring. rotation: the
-    fields of Rotation. The compiled forward calls this function directly, without torch's dispatcher. On a CPU, and for
-    a cache that kernels of the GPU cannot convert, plain torch does all of this.
+    views of one tensor, with any strides from token to token and head to head. kv_scales_2K, rotation: the
+    field of Scoring, and all fields of Rotation (attention/inputs.py). The compiled forward calls this function
+    directly, without torch's dispatcher. On a CPU, and for a cache whose dtype kernels cannot convert to on this GPU,
+    plain torch does all of this.
     """
     if q_THd.is_cuda and kernels_convert(kv_cache_N2PKd.dtype, q_THd.device):
         return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, *rotation)

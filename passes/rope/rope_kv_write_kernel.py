@@ -78,8 +78,8 @@ def rope_kv_write_kernel(
         Q_HEAD_STRIDE, ...: from head to head. out_ptr: [T, H, d], contiguous.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [T, ROTARY], or with OF_PAIRS, a value per
         pair of elements that are rotated together, [T, ROTARY / 2].
-    cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; slot_mapping_ptr: int64 [T]; for a negative slot,
-        nothing is stored.
+    cache_ptr: [N, 2, BLOCK_SIZE, K, WIDTH]; scales_ptr: see triton_codes.scales_of; slot_mapping_ptr: int64 [T]; for a
+        negative slot, nothing is stored.
     TILE_P: pairs of a head, rounded up to a power of two. STRIDE_MULTIPLE: a divisor of all token strides.
     OFFSET, WIDE, ROTARY, INTERLEAVED, ROPE_WIDE, NORM_LAST: norm_offset, norm_wide, rotary_dim, interleaved, wide and
         norm_last of Rotation.
@@ -225,8 +225,8 @@ def _constants(
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     """Return (programs per token, token strides of q, k, v, cos and sin, constexprs of the kernel).
 
-    block: the numbers of slots per cache block, of K/V heads, and of elements per head in the cache. strides: all
-    strides of q, k, v, cos and sin.
+    block: (slots per cache block, KV heads, elements of a head in the cache). strides: all strides of q, k, v, cos and
+    sin.
     """
     block_size, num_kv_heads, width = block
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)

@@ -26,7 +26,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The variant of a rotation, in fields with the names and the order of the last fields of Rotation."""
+    """The variant of a rotation. Names and order of the fields are those of the last fields of inputs.Rotation."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
@@ -248,9 +248,9 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Return the number of attention calls whose query is computed from cosines without a linear in between.
+    """Return the number of attention calls with rotary queries: computed from a cosine, with no linear in between.
 
-    The passes that fuse rotary attention return this number as their contract.
+    The passes that fuse rotary attention must match as often.
     """
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 

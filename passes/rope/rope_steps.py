@@ -20,7 +20,7 @@ def places(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the indices in a head of the first elements of pairs, and of their second elements.
+    """Return (index of the first element, index of the second element) in a head, for each pair of elements.
 
     pair_P: numbers of the pairs. ROTARY: number of elements that are rotated; pairs with numbers from ROTARY / 2 on
     consist of the other elements. INTERLEAVED: the elements of a pair are neighbours; otherwise the elements of a

@@ -1,9 +1,9 @@
 """Cuts the graph of a decoder where values depend on the encoder's result alone: at k and v of each cross-attention.
 
 A trace of transformers' decoder computes k and v from the encoder's result in every step. They are the same in all
-steps of a request, and for all requests with the same clip. So the graph becomes two callables. One computes the keys
-and values of clips, once a clip. The other, which runs in every step, reads them from parameters of role KEPT, in which
-each clip has a slot.
+steps of a request, and for all requests with the same clip. So the graph becomes two compiled functions.
+One computes the keys and values of a clip, once. The other, which runs in every step, reads them from parameters in
+which each clip has a slot.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class HoistEncoder(GraphPass):
                 call.replace_input_with(value, add_parameter(graph, parameter))
 
     def _is_left(self, placeholder: fx.Node) -> bool:
-        """Return whether the pass removes this argument if no node reads it.
+        """Return whether the part that is kept may lose this argument if no node reads it.
 
         The part that computes keys and values loses the step's arguments, the other part the encoder's result.
         """
