@@ -79,10 +79,10 @@ class GraphKey(NamedTuple):
 class KeyField:
     """A field of GraphKey.extra: a number besides the batch's shape on which the launches of a graph depend.
 
-    The host knows the number for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these
-    sizes. A batch with the number 0 uses the graphs without the field. If token_sizes is given, only graphs of mixed
-    batches with these numbers of tokens have the field, batches of only decodes use these graphs too, and no graph has
-    both this field and another one.
+    An example is the rank of the batch's adapters. The host knows the number for each batch, and rounds it up to one of
+    `sizes`; graphs are captured for each of these sizes. A batch with the number 0 uses the graphs without the field.
+    If token_sizes is given, the field exists only in graphs that serve prompts and decodes alike and hold one of these
+    numbers of tokens. Batches of only decodes use these graphs too. They have no other field.
     """
 
     name: str
@@ -128,8 +128,9 @@ PROMPT_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
 class Dispatcher:
     """Maps the shape of a batch to the key of the smallest graph that holds the batch. Decode graphs are preferred.
 
-    keys: all keys that `dispatch` may return. Those without further fields are also in decode_keys (decode graphs for
-    any context), short_keys (decode graphs for short contexts) and token_keys (other graphs, by number of tokens).
+    keys: all keys that `dispatch` may return. Keys without `extra` are also in one of three tuples: decode_keys (decode
+    graphs for contexts of any length), short_keys (decode graphs for short contexts) and token_keys (other graphs, by
+    number of tokens).
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class Dispatcher:
     ):
         """Build the tables from batch shapes to graph keys.
 
-        fields: further fields of the keys. There is a key for each graph and each combination of the fields' sizes; a
-        field with token_sizes limits this, see KeyField.
-        query_lens: the numbers of query tokens per decoding request for which there are graphs, besides 1. rare: those
-        of the query_lens for which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts
-        that are captured, a subset of graph.token_sizes; None: all of them.
+        fields: the fields that GraphKey.extra may have. There is a key for each graph and each combination of the
+        fields' sizes; a field with token_sizes limits this, see KeyField.
+        query_lens: the numbers of query tokens per decoding request for which there are graphs, besides 1. For numbers
+        in `rare`, only few batch sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts that
+        are captured, a subset of graph.token_sizes; None: all of them.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
