@@ -1,7 +1,7 @@
 """Defines the hooks by which features take part in the frontend, before the engine core gets a request.
 
-A feature overrides the methods of `RequestFeature` that it needs. A feature can add values to a request, which the
-feature's PlanFeature reads in the core, and fields to the user's output.
+A feature overrides the methods of `RequestFeature` that it needs. It can add fields to the user's output, and values to
+a request, which it reads in the engine core (PlanFeature in engine/plan_hooks.py).
 """
 
 from __future__ import annotations

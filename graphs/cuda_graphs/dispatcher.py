@@ -79,8 +79,9 @@ class GraphKey(NamedTuple):
 class KeyField:
     """A field of GraphKey.extra: a number besides the batch's shape on which the launches of a graph depend.
 
-    An example is the rank of the batch's adapters. The host knows the number for each batch, and rounds it up to one of
-    `sizes`; graphs are captured for each of these sizes. A batch with the number 0 uses the graphs without the field.
+    An example is a variant of the forward, such as that for adapters: 1 if the batch runs it. The host knows the number
+    for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these sizes. A batch with the
+    number 0 uses the graphs without the field.
     If token_sizes is given, the field exists only in graphs that serve prompts and decodes alike and hold one of these
     numbers of tokens. Batches of only decodes use these graphs too. They have no other field.
     """

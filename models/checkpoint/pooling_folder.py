@@ -425,7 +425,10 @@ def pooling_tensors(
 
 
 def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the head's linears by their names in the model. heads: each linear's, see `_of_head`."""
+    """Return the tensors of the head's linears, by their names in the model.
+
+    heads: the tensors of each linear, as `_of_head` returns them.
+    """
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
 
