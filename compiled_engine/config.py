@@ -111,7 +111,10 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer, held in a buffer of the model with one row for each running request or snapshot."""
+    """A recurrent state of a layer, held in a buffer with a row for each running request and for each snapshot.
+
+    A snapshot is a copy of a request's states that the prefix cache keeps.
+    """
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row

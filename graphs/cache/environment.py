@@ -171,7 +171,8 @@ def _cpp_command() -> str:
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
     """Return the measurements of a profile that decide which passes run, as JSON values; empty without a profile.
 
-    The rest of a profile only affects how kernels are launched, so it is no factor.
+    A profile holds what `compiled-engine tune` has measured on a GPU. The rest of it only affects how kernels are
+    launched, so it is no factor.
     """
     return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 

@@ -256,9 +256,9 @@ def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
     """Return the sizes to capture for batches that are rare or do little work, in ascending order.
 
-    sizes: the numbers of requests to select from, ascending. query_len: rows per request. For each power of two up to
-    MOST_ROWS_READ rows, the smallest size that is at least that power is selected, or the largest size if none is: up
-    to there, padding costs little. All sizes above the largest power are selected too.
+    sizes: the numbers of requests to select from, ascending. query_len: rows per request. Up to MOST_ROWS_READ rows,
+    where padding costs little, one size is selected for each power of two: the smallest size of at least that power, or
+    the largest size if none is. Above, all sizes are selected.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
