@@ -19,7 +19,7 @@ class Arrivals:
     """Makes the requests of a call of `LLM`, each once the data of its prompt is ready.
 
     Data is prepared while other requests run. Running requests and prompts in preparation are together at most
-    `most_running` + OF_A_CALL. So a call with many images neither waits for all of them, nor holds all of them in
+    `most_running` + 16 (OF_A_CALL). So a call with many images neither waits for all of them, nor holds all of them in
     memory.
 
     attached: the attachment of each prompt, None for a prompt without data. makers: for each prompt, the function that

@@ -46,7 +46,9 @@ def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
-    """Return how many requests' states fit into the device's STATE_BYTES, at least 1; None without recurrences.
+    """Return how many requests' states fit into the default memory for states (STATE_BYTES), at least 1.
+
+    Returns None without recurrences.
 
     request_bytes: bytes of a request's recurrent states on a rank; 0 without recurrences.
     """

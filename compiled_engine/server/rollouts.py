@@ -75,7 +75,7 @@ class StartRequest(msgspec.Struct, kw_only=True):
 
 
 class CallRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /collective_rpc: the name of one of METHODS, and its arguments."""
+    """The body of a request to /collective_rpc: a method, reload_weights or reset_prefix_cache, and its arguments."""
 
     method: str
     args: list[Any] = []
@@ -208,7 +208,7 @@ async def finish_weight_update(request: Request) -> Response:
 
 
 async def collective_rpc(request: Request) -> Response:
-    """Handle POST /collective_rpc: call one of METHODS. The answer repeats the result for each rank."""
+    """Handle POST /collective_rpc: call the method that the request names. The answer has its result for each rank."""
     body = await _body(request, CallRequest)
     serving = serving_of(request)
     require(body.method in METHODS, "method", f"one of {', '.join(METHODS)}", body.method)

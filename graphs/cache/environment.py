@@ -238,7 +238,7 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of each file in SOURCE_PACKAGES, which shape the graphs of all models, by path."""
+    """Return, by path, the digest of each source file that shapes the graphs of all models (SOURCE_PACKAGES)."""
     return digests_of(SOURCE_PACKAGES)
 
 

@@ -62,10 +62,10 @@ _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "f
 
 
 def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
-    """Add the entry's files that match _STAGES to torch's structured trace. Does nothing if no trace is being written.
+    """Add files of the entry, such as graphs and plans, to torch's structured trace. Does nothing without such a trace.
 
-    Each file becomes an artifact named compiled_engine.<its path, with underscores>. compile_id: Dynamo's id of the
-    compilation to which the artifacts belong.
+    _STAGES lists the files. Each file becomes an artifact named compiled_engine.<its path, with underscores>.
+    compile_id: Dynamo's id of the compilation to which the artifacts belong.
     """
     for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
         name = "_".join(path.relative_to(entry).with_suffix("").parts)

@@ -246,8 +246,8 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes to capture for a variant of the forward whose steps have prompts, in ascending order.
 
-    sizes: the numbers of tokens to select from, ascending. For each item of PROMPT_SIZES, the smallest size that is at
-    least the item is selected, unless it exceeds twice the item.
+    sizes: the numbers of tokens to select from, ascending. PROMPT_SIZES has numbers of tokens from 64 to 1,024. For
+    each of them, the smallest size that is at least this number is selected, unless it is more than twice as large.
     """
     near = ([size for size in sizes if least <= size <= 2 * least] for least in PROMPT_SIZES)
     return tuple(sorted({min(found) for found in near if found}))

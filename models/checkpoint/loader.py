@@ -136,7 +136,7 @@ def check_weights(
     file is used.
 
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or dtype, or tied but different. Tensors that
-    are not quantised must have a dtype of STORED_DTYPES.
+    are not quantised must be fp32, bf16 or fp16.
     """
     if config.head is not None and config.head.is_mtp:
         tensors = mtp_tensors(tensors, config)

@@ -230,8 +230,8 @@ class _Size(NamedTuple):
 def _sizes(description: VisionDescription) -> list[_Size]:
     """Return three sizes of images for each resolution; [] for towers without resolutions.
 
-    One image fills the resolution; one has its height and is as narrow as MOST_ASPECT allows; one has its width and is
-    as low as MOST_ASPECT allows.
+    One image fills the resolution. One has the resolution's height and is as narrow as an image may be (MOST_ASPECT).
+    One has its width and is as low as an image may be.
     """
     found = []
     for height, width in description.resolutions:

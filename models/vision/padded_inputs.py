@@ -36,8 +36,8 @@ def patches_of_token(description: VisionDescription) -> int:
 def graph_sizes(description: VisionDescription, most_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which the tower is captured, ascending.
 
-    A token is an embedding of a grid, or a tile. most_tokens: the most tokens in a call. If a tile has more patches
-    than all sizes of PATCHES, the tower is captured for one tile.
+    A token is an embedding of a grid, or a tile. most_tokens: the most tokens in a call. The numbers follow from
+    PATCHES, numbers of patches; if a tile has more patches than all of these, the tower is captured for one tile.
     """
     each = patches_of_token(description)
     sizes = {min(max(1, patches // each), most_tokens) for patches in PATCHES}
