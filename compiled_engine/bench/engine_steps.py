@@ -166,9 +166,8 @@ def step_split(
 
     A record has microseconds per step for each of LAPS, the parts of the host's work (schedule, prepare, launch, wait,
     output), for `host` (all of these except wait), `step` (wall time) and `device` (first to last kernel; None without
-    CUDA). `device_idle` is the share of wall time without a step on the
-    device. With drafts, `tokens` is the number of tokens per step and request, and `token` the microseconds per token;
-    otherwise both are None.
+    CUDA). `device_idle` is the share of wall time without a step on the device. With drafts, `tokens` is the number of
+    tokens per step and request, and `token` the microseconds per token; otherwise both are None.
 
     Each figure has median and spread over `repeats` rounds, after `warm_up` uncounted rounds. A round's figure is the
     mean over `num_steps` steps.

@@ -208,7 +208,7 @@ async def finish_weight_update(request: Request) -> Response:
 
 
 async def collective_rpc(request: Request) -> Response:
-    """Handle POST /collective_rpc: call the method that the request names. The answer has its result for each rank."""
+    """Handle POST /collective_rpc: call the requested method. The answer repeats its result for each rank."""
     body = await _body(request, CallRequest)
     serving = serving_of(request)
     require(body.method in METHODS, "method", f"one of {', '.join(METHODS)}", body.method)

@@ -159,7 +159,7 @@ def cpp_compiler() -> dict[str, Any]:
 def _cpp_command() -> str:
     """Return the command of the C++ compiler that Inductor uses, without importing Inductor if possible.
 
-    Inductor is asked if it is already imported, since its settings may have been changed, or if
+    If Inductor is already imported, its setting is returned, since it may have been changed. It is imported if
     TORCH_INDUCTOR_INSTALL_GXX lets it install a compiler. Otherwise its default is returned: $CXX, g++ or clang++.
     """
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):

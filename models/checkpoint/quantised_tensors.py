@@ -198,8 +198,8 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     """Dequantise a part of a weight [N, K] into `target`, on the device and in the dtype of `target`.
 
-    part: its span `taken` is the part. sources: the weight's codes and scales, followed by zero points and the order of
-    the columns if the scheme has them.
+    part: says which part of the weight to dequantise (Placement.taken). sources: the weight's codes and scales,
+    followed by zero points and the order of the columns if the scheme has them.
     """
     scheme = LinearScheme.parse(part.decode)
     rounding, device = scheme.weight, target.device

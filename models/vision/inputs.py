@@ -250,8 +250,8 @@ def _blank_of_size(description: VisionDescription, size: _Size) -> dict[str, tor
 def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
     """Return declarations of the tower's inputs.
 
-    In their dimensions, the size "tokens" is the number of embeddings for towers that read grids, and the number of
-    tiles otherwise. dtype: of the tower and of the pixels.
+    A dimension with the name "tokens" counts embeddings for towers that read grids, and tiles otherwise. dtype: of the
+    tower and of the pixels.
     """
     if description.tile_size:
         size = description.tile_size
