@@ -87,8 +87,8 @@ class Detokenizer:
     def _repeats_no_text(self, token_id: int, neighbour: Sequence[int]) -> bool:
         """Return whether the token can be left out, since neither it nor the adjacent token has text.
 
-        A token without text ends a run of byte tokens, for which one such token is enough. neighbour: a list with the
-        adjacent token; empty if there is none.
+        A token without text ends a run of byte tokens, so one of several such tokens is kept. neighbour: a list with
+        the adjacent token; empty if there is none.
         """
         text_of = self._tokenizer.decode_token
         return bool(neighbour) and not text_of(token_id) and not text_of(neighbour[0])
