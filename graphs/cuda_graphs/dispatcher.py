@@ -83,7 +83,7 @@ class KeyField:
     for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these sizes. A batch with the
     number 0 uses the graphs without the field.
     If token_sizes is given, the field exists only in graphs that serve prompts and decodes alike and hold one of these
-    numbers of tokens. Batches of only decodes use these graphs too. They have no other field.
+    numbers of tokens. Batches of only decodes use these graphs too. Such a graph has no other field.
     """
 
     name: str
