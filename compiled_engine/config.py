@@ -116,7 +116,10 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer, held in a buffer of the model with one row for each running request or snapshot."""
+    """A recurrent state of a layer, held in a buffer with a row for each running request and for each snapshot.
+
+    A snapshot is a copy of a request's states that the prefix cache keeps.
+    """
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
@@ -529,10 +532,10 @@ class SpeculationConfig:
 
     @property
     def rare(self) -> tuple[int, ...]:
-        """The `query_lens` that few steps have. Graphs for them are captured at fewer batch sizes.
+        """The numbers of rows per request (see `query_lens`) that few steps have. Graphs exist for fewer batch sizes.
 
-        With a fixed number of drafts, this is the length without drafts. With an adaptive number, these are the lengths
-        between those for 0 drafts and for the largest number.
+        If the number of drafts is fixed, this is 1, for steps without drafts. If it adapts, these are all numbers
+        except the smallest and the largest.
         """
         if self.adapts:
             return self.verified[:-1]
@@ -540,9 +543,9 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Batch sizes of the graphs for steps without drafts in which the draft head still reads the tokens.
+        """Batch sizes of the CUDA graphs for steps that verify no drafts, but in which the draft head reads the tokens.
 
-        None if the engine has no draft head, or never skips it.
+        None if the engine has no draft head, or if the head runs in every step.
         """
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
@@ -591,17 +594,21 @@ class EngineConfig:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Numbers of rows per request, above one, that a step of decodes may have, ascending."""
+        """Numbers of rows per request (newest token and drafts), above one, that a step of decodes may have."""
         return self.speculation.verified
 
     @property
     def rare_query_lens(self) -> tuple[int, ...]:
-        """Numbers of rows per request, possibly 1, that few steps have. Graphs for them have fewer batch sizes."""
+        """Numbers of rows per request that few steps have, see SpeculationConfig.rare."""
         return self.speculation.rare
 
     @property
     def offset_choices(self) -> tuple[bool, ...]:
-        """The values of InputBatch.has_offsets: False without drafts, True with; both if steps may skip the head."""
+        """Whether the rows of batches have offsets (engine/input_batch.py), as batches with drafts need them.
+
+        (False,) for an engine without drafts, (True,) for one with drafts. (True, False) if steps may skip the draft
+        head: then batches of both kinds occur.
+        """
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)

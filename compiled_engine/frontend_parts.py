@@ -58,8 +58,8 @@ class FrontendParts:
     ) -> Arrivals | None:
         """Return an `Arrivals`, which makes each request once its prompt's data is ready; None if no prompt has data.
 
-        Arguments, and prompts without data, are checked at once. Raises as `completions` does. made: called with each
-        request, alone in a sequence, before `Arrivals.take` returns it.
+        Arguments, and prompts without data, are checked at once. Raises the errors of `completions`. made: called with
+        a list of one request, for each request, before `Arrivals.take` returns it.
         """
         if not (attached := self.attach(prompts)):
             return None
@@ -134,7 +134,7 @@ def make_frontend(
 ) -> FrontendParts:
     """Return the frontend parts of an engine.
 
-    See StructuredRequests for `objects_allowed`, and InputProcessor for `id_prefix`.
+    id_prefix: the beginning of request ids. objects_allowed: see StructuredRequests.
     """
     eos_token_ids = read_eos_token_ids(config.model.path, tokenizer, config.model.overrides)
     features = request_features(config, tokenizer, eos_token_ids, objects_allowed)

@@ -41,7 +41,7 @@ _SCALE_WIDTHS = {elements.dtype: elements.scale_width for elements in CODED}
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the cache's tensors. name: "auto" for the model's dtype, or the name of a format in CODED."""
+    """Return the dtype of the cache's tensors. name: "auto" for the model's dtype, or the name of an 8-bit format."""
     return model_dtype if name == AUTO else _BY_NAME[name].dtype
 
 

@@ -52,7 +52,7 @@ class Pooling:
     own_head: bool = False  # the head is the model's own code; `head` only gives its sizes
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of values of a pooled vector after the head, before it is cut to `dimensions`."""
+        """Return the number of values of a pooled vector after the head, before it is cut to self.dimensions."""
         return self.head[-1].out_size if self.head else hidden_size * len(self.kinds)
 
     @property

@@ -215,7 +215,10 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Return a quantisation in which every linear has the scheme `name` of ONLINE, except for targets in `ignore`."""
+    """Return a quantisation in which every linear has the scheme `name`, a key of ONLINE, such as fp8.
+
+    ignore: targets (see Rule) of linears that are not quantised.
+    """
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 

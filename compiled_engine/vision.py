@@ -56,7 +56,7 @@ class VisionDescription:
 
     @property
     def row_size(self) -> int:
-        """Number of elements for each position: its embedding, then one further embedding for each of `levels`."""
+        """Number of elements for each position of the prompt: its embedding, then `levels` further embeddings."""
         return (1 + self.levels) * self.embedding_size
 
     @property
@@ -80,7 +80,7 @@ class VisionDescription:
         """Return the largest number of embeddings of an image.
 
         max_pixels: most pixels of an image, for a tower that reads grids. max_tiles: most tiles of an image, for a
-        tower that reads tiles. With `resolutions`, neither has an effect.
+        tower that reads tiles. If the tower has `resolutions`, neither has an effect.
         """
         if self.resolutions:
             return max(self._most_of(height, width) for height, width in self.resolutions)
@@ -99,8 +99,8 @@ class VisionDescription:
     def most_tiles(self, num_embeddings: int) -> int:
         """Return an upper bound on the number of tiles of images that together have `num_embeddings` embeddings.
 
-        The bound is at least one tile or, with `resolutions`, the tiles of one image. It relies on every image having
-        at least the embeddings of one tile.
+        The bound is at least one tile or, if the tower has `resolutions`, the tiles of one image. It relies on every
+        image having at least the embeddings of one tile.
         """
         whole = max(1, num_embeddings // self.tile_embeddings)
         return whole * self._most_tiles_of_image() if self.resolutions else whole

@@ -103,7 +103,8 @@ class CompiledModel:
         """Return the compiled ranges of the callable `name`, bound to parameter tensors.
 
         Ranges for small batches come first; the last one serves every batch. parameters: tensors by name, including
-        packed ones. on_attention: see `stitch`. distinct: see `distinct_calls`.
+        packed ones. on_attention: called in place of each attention op, see `stitch`. distinct: bind shorter plans for
+        warming up, see `distinct_calls`.
         """
         bound, ranges = [], self.of(name)
         for r in ranges:

@@ -293,8 +293,9 @@ def measure(
     Figures are {"median", "spread": [min, max]} over the repeats, or None if not measured: tpot_ms and step_ms (by
     batch size), mixed_step_ms, prefill_tokens_per_s, image_ms (first token of a prompt with an image), start_up_s
     (process start to first token, measured from outside), kernels (of a decode step at batch 1), memory_bytes
-    (without_kv_cache, kv_cache, graphs_predicted, graphs_used). start_up_stages_s has medians by stage. Each of COUNTS
-    is the maximum over the repeats.
+    (without_kv_cache, kv_cache, graphs_predicted, graphs_used). start_up_stages_s has medians by stage. The counts of
+    compilations after the start, captures, batches without a graph, and preemptions (COUNTS) are maxima over the
+    repeats.
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}

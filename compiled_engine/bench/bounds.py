@@ -155,8 +155,8 @@ def _flops_of(state: RowState) -> int:
     """Return the multiplications and additions that a token takes in the recurrence with this state.
 
     A state [D, W - 1] is a convolution's, which multiplies W weights per channel. Any other state is counted as a delta
-    rule's, which multiplies each matrix with the key and the query, and updates it. For Mamba 2, which multiplies by no
-    keys, this is a third too much, less than a hundredth of a layer's products.
+    rule's, which multiplies each matrix with the key and the query, and updates it. For Mamba 2, which does not
+    multiply by keys, this is a third too much; the error is less than a hundredth of a layer's products.
     """
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])

@@ -28,8 +28,8 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
     """Return the option speculative_config for a draft method.
 
     N-gram drafts are verified as usual; random prompts yield few of them. Draft models and heads have random weights,
-    so their drafts are accepted at random with RATES. The config.json of the draft model or head is written to
-    `folder`, for load_format "dummy".
+    so their drafts are accepted at random, as often as a typical head's (RATES). The config.json of the draft model or
+    head is written to `folder`, for load_format "dummy".
     """
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == NGRAM:

@@ -164,10 +164,10 @@ def step_split(
 ) -> list[dict[str, Any]]:
     """Return a record for each batch size that says how the time of a decode step is spent.
 
-    A record has microseconds per step for each of LAPS, for `host` (all laps except wait), `step` (wall time) and
-    `device` (first to last kernel; None without CUDA). `device_idle` is the share of wall time without a step on the
-    device. With drafts, `tokens` is the number of tokens per step and request, and `token` the microseconds per token;
-    otherwise both are None.
+    A record has microseconds per step for each of LAPS, the parts of the host's work (schedule, prepare, launch, wait,
+    output), for `host` (all of these except wait), `step` (wall time) and `device` (first to last kernel; None without
+    CUDA). `device_idle` is the share of wall time without a step on the device. With drafts, `tokens` is the number of
+    tokens per step and request, and `token` the microseconds per token; otherwise both are None.
 
     Each figure has median and spread over `repeats` rounds, after `warm_up` uncounted rounds. A round's figure is the
     mean over `num_steps` steps.
@@ -208,9 +208,10 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine metrics that show how the number of drafts and their sharpness are chosen, if they adapt.
+    """Return the metrics that show how the engine chooses the number of drafts, and their sharpness.
 
-    Includes `rested`, the number of requests that stopped drafting, if any did. Otherwise empty.
+    Sharpness is a factor on the logits from which drafts are sampled. Returns {} for an engine that chooses neither. If
+    requests have stopped drafting, their number is included as `rested`.
     """
     of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
     names = (*of_length, "draft_sharpness", "draft_sharpness_shares")

@@ -67,12 +67,13 @@ def compare_losses(
     """Compare the losses of engine variants on a text, and return the result as JSON.
 
     options: engine options of all variants. variants: further engine options by name of the variant. An option `model`
-    of a variant takes the place of the argument `model`. Variants are measured in this order; the first must be BASE.
+    of a variant takes the place of the argument `model`. Variants are measured in this order; the first must be the
+    base, "float32" (BASE).
 
     The keys are benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in
-    nats. All rows but BASE's have, relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and
-    same_best, the share of positions with the same most likely token. BASE's distributions are kept in memory, 4 bytes
-    for each position and vocabulary entry.
+    nats. All rows but the base's have, relative to the base, difference, divergence (Kullback-Leibler in nats: mean,
+    p99) and same_best, the share of positions with the same most likely token. The base's distributions are kept in
+    memory, 4 bytes for each position and vocabulary entry.
 
     Raises ValueError for a text of fewer than two tokens, or if the variants' models divide the text into different
     tokens, and the errors of LLM.

@@ -350,7 +350,10 @@ def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) ->
 
 
 def _converted(row: Row, convert: Any) -> tuple[int, float, list[float], float]:
-    """Return a row's x value (`place`), median, spread and bound. `convert` is applied to the last three."""
+    """Return the x value of a row of the table, and its median, spread and bound for the y axis.
+
+    convert: converts each of the last three, given the row and the value.
+    """
     measured = row["measured"]
     spread = sorted(convert(row, value) for value in measured["spread"])
     return row["place"], convert(row, measured["median"]), spread, convert(row, row["bound"])

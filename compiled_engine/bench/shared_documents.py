@@ -43,7 +43,8 @@ def longest_request(document_len: int) -> int:
 def make_traffic(llm: LLM, document_len: int, num_requests: int) -> Traffic:
     """Return prompts that each consist of a document and a question.
 
-    All documents together have MULTIPLE times as many tokens as the engine's KV cache holds; there is at least one.
+    All documents together have five times (MULTIPLE) as many tokens as the engine's KV cache holds; there is at least
+    one.
     Raises ValueError if the KV cache does not hold a request.
     """
     num_slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size

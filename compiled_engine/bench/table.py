@@ -110,8 +110,9 @@ def _options(
 ) -> dict[str, Any]:
     """Return complete engine options for rows of this subject and these limits. starts: the rows measure starts.
 
-    given: the user's options. They take precedence over the limits, but starts ignore OF_A_START, and rows with drafts
-    set load_format and speculative_config themselves. folder: for the configurations of known shapes.
+    given: the user's options, which take precedence over the limits. Some of them have no effect: for rows that measure
+    starts, the options of the compile cache (OF_A_START); for rows with drafts, load_format and speculative_config.
+    folder: for the configurations of known shapes.
     """
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:

@@ -38,7 +38,10 @@ class TextWorkload:
         return {"kind": "text", "fields": asdict(self)}
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Return num_tokens, and as `row` the record of `score`. The base writes its distributions to the file."""
+        """Return a dict with num_tokens, the number of scored tokens, and row, the record of held_out_loss.score.
+
+        The base variant (is_base) also writes its distributions to the file.
+        """
         windows = windows_of(llm, self.text)[: self.num_windows]
         base = None
         if not self.is_base:
@@ -51,7 +54,10 @@ class TextWorkload:
 
 
 def most_windows(vocab_size: int) -> int:
-    """Return how many windows to score, 1 to MOST_WINDOWS: as many as have at most MOST_BYTES of distributions."""
+    """Return how many windows of a text to score: at least 1, and at most MOST_WINDOWS.
+
+    Within these limits, the windows' distributions over the vocabulary take at most MOST_BYTES.
+    """
     return max(1, min(MOST_WINDOWS, MOST_BYTES // (4 * vocab_size * WINDOW)))
 
 

@@ -100,8 +100,8 @@ class AblationWorkload:
     def measure(self, llm: LLM) -> dict[str, Any]:
         """Return the figures of one repeat of each part, measured after a short warm-up.
 
-        The keys are those of `bound`, kernels, and image_ms: the time to the first token of a prompt with an image, or
-        None for an engine that reads none.
+        The keys are those of `bound`, kernels (the number of kernels in a decode step) and image_ms (the time to the
+        first token of a prompt with an image, or None for an engine that reads no images).
         """
         generator = random.Random(self.seed)
         mixed, prefill = self._mixed(), self._prefill()

@@ -93,9 +93,10 @@ def config_table(config: EngineConfig) -> Table:
 
 
 def profile_note(config: EngineConfig) -> str | None:
-    """Return what follows if the GPU has no profile, and the command that measures one; None if it has a profile.
+    """Return a note that the GPU has no profile (measured kernel times), and the command that measures one.
 
-    Returns None too for a CPU and without the compiler, which need none.
+    Returns None if the GPU has a profile. Also returns None for a CPU, and if the compiler is off: no profile is used
+    then.
     """
     import torch
 

@@ -16,7 +16,7 @@ Calls = Sequence[ControlCall]
 
 
 class AskedData:
-    """Prepares data that the core asks for.
+    """Prepares data of prompts, such as pixels, that the core asks for.
 
     The caller's loop takes ready data by `take`, and sends it between steps.
     """
@@ -36,7 +36,8 @@ class AskedData:
     def take(self, timeout_s: float = 0) -> list[tuple[str, Calls]]:
         """Return the data that is ready: pairs of an engine request's id and the control calls that bring its data.
 
-        timeout_s: longest time to wait if no data is ready. Raises the errors of `Asked.give`.
+        An engine request is one completion of a prompt. timeout_s: longest time to wait if no data is ready. Raises the
+        errors of `Asked.give`.
         """
         if not self._running:
             return []
@@ -49,10 +50,11 @@ class AskedData:
 
 
 class AskedDataOfStreams:
-    """Prepares data that the core asks for, and sends it to the core from an event loop.
+    """Prepares data of prompts, such as pixels, that the core asks for, and sends it from an event loop.
 
-    is_tracked: returns whether the engine request with this id runs. fail: ends the prompt's request with this id with
-    an error, and returns the ids of its engine requests that still run, which are then aborted.
+    is_tracked: returns whether the engine request (one completion) with this id runs. fail: ends all completions of a
+    prompt with an error, given the prompt's request id; returns the ids of its engine requests that still run, which
+    are then aborted.
     """
 
     def __init__(self, is_tracked: Callable[[str], bool], fail: Callable[[str, Exception], list[str]]) -> None:

@@ -16,10 +16,11 @@ OF_A_CALL, OF_A_LOOP = 16, 32
 
 
 class Arrivals:
-    """Makes the requests of a call, each once the data of its prompt is ready.
+    """Makes the requests of a call of `LLM`, each once the data of its prompt is ready.
 
-    Data is prepared while other requests run, for at most OF_A_CALL prompts besides `most_running` requests. So a call
-    with many images neither waits for all of them, nor holds all of them in memory.
+    Data is prepared while other requests run. Running requests and prompts in preparation are together at most
+    `most_running` + 16 (OF_A_CALL). So a call with many images neither waits for all of them, nor holds all of them in
+    memory.
 
     attached: the attachment of each prompt, None for a prompt without data. makers: for each prompt, the function that
     makes its request, called in the caller's thread. order: the prompts' indices, in the order in which requests are

@@ -92,10 +92,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Append MARK to the field of a message, in place. If the field is a list, append MARK to its last text part.
+    """Append MARK, which shows where the message ends in the rendered text, to a field of a message, in place.
 
-    Returns the text without MARK. Raises ValueError if the field has no text, or if the template does not use the
-    field.
+    If the field is a list, MARK is appended to its last text part. Returns the text without MARK. Raises ValueError if
+    the field has no text, or if the template does not use the field.
     """
     text = message.get(field)
     if isinstance(text, list):
@@ -187,9 +187,9 @@ def _with_stops(template: nodes.Template) -> nodes.Template:
 
 @jinja2.pass_context
 def _stop(context: Context, value: None) -> None:
-    """Raise WorkStopped if the rendering was cancelled.
+    """Raise WorkStopped if the rendering was cancelled. Templates call this as a filter.
 
-    A filter is cheaper than a function, whose every call the sandbox would check.
+    A call of a function would take longer, since the sandbox checks each one.
     """
     if context.parent[IS_STOPPED]():
         raise WorkStopped("nobody waits for this conversation any more")

@@ -49,7 +49,7 @@ class ClientText:
         """Return the text that `render` makes of the values, and its parts.
 
         The parts are texts, and the ids of the special tokens that the template produced. Raises ValueError if the
-        values contain all of NONCHARACTERS, so that none is left to mark the client's text.
+        values contain every character that could mark the client's text (NONCHARACTERS).
         """
         joined = "".join(texts_in(values))
         mark = next((each for each in NONCHARACTERS if each not in joined and _escaped(each) not in joined), None)

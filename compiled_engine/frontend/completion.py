@@ -49,7 +49,10 @@ class StopStrings:
         return self._release(len(self._text))
 
     def _find(self) -> tuple[int, str] | None:
-        """Return the start and text of the first stop string that ends after `_searched`."""
+        """Return the start and text of the first stop string in the text that was not searched yet, or None.
+
+        The stop string must end in this part, after index `_searched`; it may begin before.
+        """
         for end in range(self._searched + 1, len(self._text) + 1):
             if self._text.endswith(self._stops, 0, end):
                 stop = max((stop for stop in self._stops if self._text.endswith(stop, 0, end)), key=len)

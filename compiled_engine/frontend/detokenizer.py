@@ -85,9 +85,10 @@ class Detokenizer:
         return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _repeats_no_text(self, token_id: int, neighbour: Sequence[int]) -> bool:
-        """Return whether neither the token nor its neighbour has text. Such a token can be left out.
+        """Return whether the token can be left out, since neither it nor the adjacent token has text.
 
-        One token without text is enough to end a run of byte tokens. neighbour: a list of one token, or empty.
+        A token without text ends a run of byte tokens, so one of several such tokens is kept. neighbour: a list with
+        the adjacent token; empty if there is none.
         """
         text_of = self._tokenizer.decode_token
         return bool(neighbour) and not text_of(token_id) and not text_of(neighbour[0])
@@ -145,10 +146,9 @@ class Detokenizer:
         return before or (list(self._tokenizer.word_ids) if len(run) > len(begun) else []), begun
 
     def _begun_character(self, run: list[int]) -> list[int]:
-        """Return the trailing byte tokens of `run` that do not form a whole character.
+        """Return the byte tokens at the end of `run` that do not form a whole character.
 
-        Either later tokens complete them to a character, or they are invalid bytes, so that the run never becomes valid
-        text.
+        Later tokens may complete them to a character. Otherwise they are invalid bytes, and the run is no valid text.
         """
         try:
             bytes(map(self._tokenizer.byte_ids.__getitem__, run)).decode()

@@ -63,10 +63,10 @@ def read_by(
     """Return the messages with images in the form that the template reads, and the mark of images in texts.
 
     Parts of type "image" are kept if the template renders such parts for the message's role. Otherwise the message
-    becomes a text with the mark in place of each image. The mark is None if no message has it. `values` is all that the
-    template reads; the mark occurs in none of its texts.
+    becomes a text with the mark, a character, in place of each image. The mark is None if no message has it. `values`
+    is all that the template reads; the mark occurs in none of its texts.
 
-    Raises ValueError if the texts contain all of MARKS.
+    Raises ValueError if the texts contain every character that can be the mark (MARKS).
     """
     marked = [_has_images(message) and not _reads_images(template, message.get("role", "user")) for message in messages]
     if not any(marked):

@@ -1,4 +1,7 @@
-"""Converts the core's step outputs to one RequestOutput per prompt, with all its completions."""
+"""Converts the core's step outputs to one RequestOutput per prompt, with all its completions.
+
+The core runs each completion of a prompt as a request of its own, called an engine request here.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +58,19 @@ class RunningRequest:
         return completion.finish_reason
 
     def extend(self, engine_request_id: str, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """Append a step's tokens to a completion without stop strings. See VerifiedDrafts for `drafts`."""
+        """Append a step's tokens to a completion without stop strings.
+
+        engine_request_id: the completion's. drafts: the numbers of verified and of right drafts, see VerifiedDrafts.
+        """
         self.completions[engine_request_id].token_ids += token_ids
         self._count_drafts(drafts, len(token_ids))
 
     def _count_drafts(self, drafts: Sequence[int], num_kept: int) -> None:
-        """Count a step's drafts (see VerifiedDrafts), and those accepted among the `num_kept` output tokens."""
+        """Count a step's drafts, and the accepted ones among them.
+
+        drafts: the numbers of verified and of right drafts, see VerifiedDrafts. num_kept: the step's tokens that are
+        part of the output; right drafts beyond them do not count as accepted.
+        """
         num_drafts, num_right = drafts
         if num_drafts:
             self._num_drafts += 1
@@ -98,7 +108,7 @@ class RunningRequest:
             self.finished, self._finished_time = True, now
 
     def unfinished_ids(self) -> list[str]:
-        """Return the ids of engine requests that still run."""
+        """Return the ids of the engine requests, one for each completion, that still run."""
         return [key for key, completion in self.completions.items() if completion.finish_reason is None]
 
     def snapshot(self) -> RequestOutput:
@@ -154,7 +164,7 @@ class RunningRequest:
 
 
 class Asked(NamedTuple):
-    """Data of a prompt that the core has asked for, such as pixels. `give` makes the data with these keys."""
+    """A question of the core for data of a prompt, such as pixels: `give` makes the data that `keys` name."""
 
     give: Give
     request_id: str  # of the prompt
@@ -198,14 +208,14 @@ class OutputProcessor:
         return state
 
     def forget(self, engine_request_id: str) -> None:
-        """Stop tracking an engine request. Later outputs for it are dropped."""
+        """Stop tracking an engine request, which is one completion. Later outputs for it are dropped."""
         for by_id in (self._states, self._generating, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
         """Process a step's outputs. Return the states that changed, and the ids of engine requests to abort.
 
-        Requests to abort have ended by a stop string, which the core does not detect.
+        An engine request is one completion. Those to abort have ended by a stop string, which the core does not detect.
         """
         now = time.perf_counter()
         changed: dict[int, Running] = {}
@@ -222,12 +232,12 @@ class OutputProcessor:
         return list(changed.values()), aborts
 
     def take_asked(self) -> list[Asked]:
-        """Return the data that the core has asked for since the last call."""
+        """Return the questions for data that the core has asked since the last call."""
         asked, self._asked = self._asked, []
         return asked
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request has been added and has not ended."""
+        """Return whether an engine request, which is one completion, has been added and has not ended."""
         return engine_request_id in self._states
 
     def _add_single_tokens(

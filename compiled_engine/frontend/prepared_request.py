@@ -49,7 +49,7 @@ class Running(Protocol):
         """
 
     def unfinished_ids(self) -> list[str]:
-        """Return the ids of the engine requests that still run."""
+        """Return the ids of the engine requests, one for each completion, that still run."""
 
     def snapshot(self) -> Any:
         """Return the request's whole result so far."""

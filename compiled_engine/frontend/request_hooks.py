@@ -1,7 +1,7 @@
 """Defines the hooks by which features take part in the frontend, before the engine core gets a request.
 
-A feature overrides the methods of `RequestFeature` that it needs. A feature can add values to a request, which the
-feature's PlanFeature reads in the core, and fields to the user's output.
+A feature overrides the methods of `RequestFeature` that it needs. It can add fields to the user's output, and values to
+a request, which it reads in the engine core (PlanFeature in engine/plan_hooks.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Attachment(Protocol):
 
 
 class Core(Protocol):
-    """The methods of the engine core that make control calls; see EngineCore."""
+    """The methods of the engine core that call a function in the core by its name (a control call); see EngineCore."""
 
     def call(self, call: ControlCall) -> Any: ...
 
@@ -117,7 +117,7 @@ class RequestFeature:
         return iter(())
 
     def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
-        """Make the control calls that the core must execute before it gets these requests.
+        """Make the control calls, such as those that load adapters, that the core must execute before these requests.
 
         Raises ValueError if a call is refused.
         """

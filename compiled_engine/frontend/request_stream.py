@@ -97,7 +97,7 @@ class RequestStreams:
         return stream
 
     def remove(self, stream: RequestStream) -> list[str]:
-        """Stop tracking a request. Return the ids of its engine requests that still run."""
+        """Stop tracking a request. Return the ids of its engine requests (one per completion) that still run."""
         request_id = stream.state.request.request_id
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
@@ -109,7 +109,7 @@ class RequestStreams:
     def process(self, outputs: StepOutputs) -> list[str]:
         """Process a step's outputs and wake the readers of the requests that they change.
 
-        Return the ids of engine requests to abort: they ended by a stop string.
+        Return the ids of engine requests (one per completion) to abort: they ended by a stop string.
         """
         changed, complete = self._outputs.process(outputs)
         for state in changed:
@@ -121,13 +121,13 @@ class RequestStreams:
         return self._outputs.take_asked()
 
     def is_tracked(self, engine_request_id: str) -> bool:
-        """Return whether an engine request has been added and has not ended or been removed."""
+        """Return whether an engine request, which is one completion, was added and has not ended or been removed."""
         return self._outputs.is_tracked(engine_request_id)
 
     def fail(self, request_id: str, error: Exception) -> list[str]:
         """Stop tracking a request, and raise an error in its reader.
 
-        Return the ids of its engine requests that still run; [] for an unknown id.
+        Return the ids of its engine requests (one per completion) that still run; [] for an unknown id.
         """
         if (stream := self._streams.get(request_id)) is None:
             return []
@@ -136,9 +136,9 @@ class RequestStreams:
         return unfinished
 
     def abort(self, request_id: str) -> list[str]:
-        """End a request with finish_reason "abort". Return the ids of its engine requests that still run in the core.
+        """End a request with finish_reason "abort".
 
-        The list is empty if the request's id is unknown.
+        Return the ids of its engine requests (one per completion) that still run in the core; [] for an unknown id.
         """
         stream = self._streams.get(request_id)
         unfinished = [] if stream is None else stream.state.unfinished_ids()
@@ -148,7 +148,8 @@ class RequestStreams:
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
         """Stop tracking all requests, and raise an error in each reader whose request has not finished.
 
-        make_error: makes the error for each reader. Return the ids of engine requests that still run.
+        make_error: makes the error for each reader. Return the ids of engine requests (one per completion) that still
+        run.
         """
         return [each for request_id in list(self._streams) for each in self.fail(request_id, make_error())]
 
@@ -161,8 +162,8 @@ _EXIT_S = 30.0
 def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
     """Return a client of the core that passes each step's outputs to `streams`.
 
-    The client aborts engine requests that ended by a stop string, and sends the core the data that it asks for. When
-    the core dies, readers get EngineDeadError.
+    The client aborts completions that ended by a stop string, and sends the core the data that the core asks for, such
+    as pixels. When the core dies, readers get EngineDeadError.
     """
     client: CoreClient
     data = AskedDataOfStreams(streams.is_tracked, streams.fail)

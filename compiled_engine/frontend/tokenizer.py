@@ -284,10 +284,10 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and, if they differ, after a space.
+    """Return the token ids of each word at the start of a text and, in some cases, those of the word after a space.
 
-    As in vLLM, the ids after a space are left out unless their number is the same and the first one differs. If they
-    are more, the first is a token for the space alone.
+    As in vLLM, the ids after a space are included if there are equally many and the first one differs. If there are
+    more, the first is a token for the space alone.
 
     Raises ValueError for a word without tokens.
     """

@@ -47,8 +47,9 @@ POOLING_ARGUMENTS = {
 def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
     """Raise TypeError for unknown arguments, and for arguments of vLLM that this engine lacks.
 
-    An argument that this engine lacks is accepted if it is None or has a value in HELD. method: name of the called
-    method, for errors. given: the arguments by name. pools: whether it is a pooling method.
+    An argument that this engine lacks is accepted if it is None, or if its value asks for what this engine does anyway
+    (HELD). method: name of the called method, for errors. given: the arguments by name. pools: whether it is a pooling
+    method.
     """
     known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():

@@ -120,7 +120,11 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the options in SIZES whose batches are captured as CUDA graphs with the wanted `mode` and `graph_mode`."""
+    """Return which of capture_sizes and capture_token_sizes (SIZES) have an effect with the wanted modes.
+
+    capture_sizes is for batches of decodes, capture_token_sizes for other batches. The options `mode` and `graph_mode`
+    in `wanted` decide which of these batches are captured as CUDA graphs.
+    """
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -194,7 +198,7 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
 
 
 def refuse(name: str, value: Any, row: Only) -> None:
-    """Raise ValueError unless `value` is one with which the keyword `name` does not use the unsupported feature."""
+    """Raise ValueError if the value of the keyword `name` would use the unsupported feature that `row` describes."""
     if not _is_one_of(value, row.values):
         allowed = ", ".join(map(repr, (*row.values, None)))
         raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
@@ -224,9 +228,10 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sizes in `value` as both options in SIZES.
+    """Return the options capture_sizes and capture_token_sizes, both with the sizes in `value`.
 
-    Sizes above max_num_seqs or max_num_batched_tokens, if `given` has these, are left out.
+    Sizes above max_num_seqs are left out of the first option, sizes above max_num_batched_tokens of the second, if
+    `given` (all keywords) has these limits.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
@@ -245,9 +250,10 @@ def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options in SIZES. As in vLLM, several values are the sizes themselves.
+    """Return the options capture_sizes and capture_token_sizes for vLLM's cuda_graph_sizes, a list.
 
-    A single value stands for the sizes 1, 2, 4 and the multiples of 8 up to it. An empty list means the default.
+    As in vLLM, several values are the sizes themselves. A single value stands for the sizes 1, 2, 4 and the multiples
+    of 8 up to it. An empty list means the default. given: all keywords.
     """
     match value:
         case []:
@@ -270,9 +276,9 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option hf_overrides, merged from all given keywords in OVERRIDES.
+    """Return the option hf_overrides, merged from all keywords that override config.json (OVERRIDES).
 
-    value: the value of the keyword that is being read. Raises ValueError if this value is invalid.
+    value: the value of the keyword that is being read. given: all keywords. Raises ValueError if `value` is invalid.
     """
     found: dict[str, Any] = {}
     for name in OVERRIDES:

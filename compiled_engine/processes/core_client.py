@@ -107,12 +107,13 @@ class CoreClient:
             self._send(Abort(tuple(request_ids), stopped))
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Make the core execute the control call `name` with these arguments, and return its result; see `make`."""
+        """Make the core call the function `name`, such as sleep, between two steps. Return its result; see `make`."""
         return await self.make(ControlCall(name, arguments))
 
     async def make(self, call: ControlCall) -> Any:
         """Make the core execute a control call, after all earlier messages, and return its result.
 
+        A control call is a call of a function by its name between two steps, such as sleep.
         Raises ControlError if the call fails. Raises EngineDeadError if the core has ended, or ends before it answers.
         """
         if self.dead is not None:
@@ -126,7 +127,7 @@ class CoreClient:
             self._calls.pop(number, None)
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make the core execute a control call, after all earlier messages, without an answer.
+        """Make the core execute a control call (see `make`), after all earlier messages, without an answer.
 
         request_ids: the requests that need the call. If empty, and there are several cores, each core executes it.
         Raises EngineDeadError if the core has ended.

@@ -111,8 +111,9 @@ class CoreServer:
     """Serves API processes in the caller's thread, until the process that started the core disconnects or ends.
 
     `starter` is the connection to that process. `listener` is the socket to which further API processes connect.
-    `given` has the objects that EngineCore.add gets besides a request, by request id, if an API process runs in this
-    process. An entry is removed when its request is added.
+    `given` has, by request id, Python objects that EngineCore.add gets together with the request, such as token
+    masks. They cannot be sent over a socket, so only a client in this process adds entries. An entry is removed
+    when its request is added.
     """
 
     def __init__(

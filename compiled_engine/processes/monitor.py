@@ -70,7 +70,7 @@ class Monitor:
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """Return one future per rank, for the rank's answer to the control call with this number.
+        """Return one future per rank, for the rank's answer to the control call (wire.Control) with this number.
 
         Raises the errors of `check`.
         """

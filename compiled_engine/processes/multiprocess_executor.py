@@ -164,7 +164,7 @@ class MultiprocessExecutor:
         self._results.take_in()
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Make all workers execute a control call, and return their results in rank order; see Executor.
+        """Make all workers call the function that `call` names, and return their results in rank order; see Executor.
 
         Raises ControlError if the call fails on a rank, and WorkerError if the workers have ended.
         """

@@ -40,7 +40,7 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Return, by name, the versions of Python, of PACKAGES and of CUDA, and the name of the GPU.
+    """Return, by name, the versions of Python, of torch and other PACKAGES, and of CUDA, and the name of the GPU.
 
     CUDA and the GPU are included if device_type is "cuda". Creates no context on the GPU.
     """

@@ -101,8 +101,9 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     """Return the combined newest metrics of the replicas. At least one replica must have answered.
 
-    COUNTERS are summed over all replicas, GAUGES over living ones. Most other metrics are those of the first living
-    replica, or of the first one if none lives. "replicas" has some metrics of each replica.
+    Counts since the start (COUNTERS) are summed over all replicas, current values (GAUGES) over living ones. Most other
+    metrics are those of the first living replica, or of the first one if none lives. "replicas" has some metrics of
+    each replica.
     """
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]

@@ -134,7 +134,7 @@ class Replicas:
         return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Make all replicas execute a control call, wait for their answers, and return the combined result.
+        """Make all replicas call the function that `call` names. Wait for all answers, and return the combined result.
 
         Booleans are combined with "and", lists to their sorted union. For other types the result is the first
         replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time, see
@@ -163,7 +163,7 @@ class Replicas:
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Make replicas execute a control call before later requests, without an answer.
+        """Make replicas call the function that `call` names, before later requests and without an answer.
 
         request_ids: the call is for the replicas to which these requests have been sent; empty: for all replicas.
         """

@@ -1,4 +1,7 @@
-"""Messages between API processes, engine cores and the ranks of a core: typed, in msgpack, without pickle."""
+"""Messages between API processes, engine cores and the ranks of a core: typed, in msgpack, without pickle.
+
+A control call (ControlCall) is a call of a function by its name, such as sleep, between two steps.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +61,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """Order to serve a control call. Each receiver (a core, or each rank of a core) sends an Answered with `number`."""
+    """Order to execute a control call, and to answer: each receiver (core or rank) sends an Answered with `number`."""
 
     number: int
     call: ControlCall
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """Order to serve a control call without an answer."""
+    """Order to execute a control call without an answer."""
 
     call: ControlCall
     # Only cores that have one of these requests need the call. Empty: all cores need it.

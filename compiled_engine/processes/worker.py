@@ -136,7 +136,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these late inputs. If the step has failed, do nothing."""
+        """Sample the step that waits for these inputs, such as token masks. If the step has failed, do nothing."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None
@@ -148,7 +148,7 @@ class Worker:
         self._send_result(self._guarded(number, sampled))
 
     def _report_missing_inputs(self) -> None:
-        """Send the result of a step that still waits for late inputs. The result reports that they are missing."""
+        """If a step still waits for inputs of its sampling (see `_sample`), send its result, which reports this."""
         if self._late is not None:
             (_, pending), self._late = self._late, None
             self._send_result(pending)

@@ -49,9 +49,9 @@ def resolve_graphs(
 ) -> GraphConfig:
     """Return the configuration of CUDA graphs, and add the reasons for chosen values to `reasons`.
 
-    compiled: whether the resolved option `mode` compiles. graphed: whether it is "graphed". short_contexts: the result
-    of the function `reached_short_contexts`. recording_obstacle: the result of the function of that name. decodes:
-    False for an encoder, which has no decodes.
+    compiled: whether the resolved option `mode` compiles. graphed: whether it is "graphed". short_contexts: returns the
+    limits of short contexts for a number of requests, see `reached_short_contexts`. recording_obstacle: why decodes
+    cannot be recorded on a CPU; None if they can. decodes: False for an encoder, which has no decodes.
 
     Raises ValueError or TypeError, which names the field.
     """

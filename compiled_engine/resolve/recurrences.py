@@ -38,12 +38,17 @@ def state_bytes(model: ModelConfig, num_ranks: int) -> int:
 
 
 def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
-    """Return the bytes of a snapshot of recurrent states on each rank; 0 without recurrences."""
+    """Return the bytes of a snapshot on each rank; 0 without recurrences.
+
+    A snapshot is a copy of a request's recurrent states for the prefix cache.
+    """
     return 0 if model.recurrences is None else model.recurrences.snapshot_bytes // num_ranks
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
-    """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences.
+    """Return how many requests' states fit into the default memory for states (STATE_BYTES), at least 1.
+
+    Returns None without recurrences.
 
     request_bytes: bytes of a request's recurrent states on a rank; 0 without recurrences.
     """

@@ -20,7 +20,8 @@ from compiled_engine.server.shared_figures import SharedFigures
 def main() -> None:
     """Read an Order, which says what to serve, from stdin and serve until told to end. Exit if stdin is empty.
 
-    The arguments are the file descriptors of the listening socket and the shared figures, and this process's number.
+    The arguments are this process's number, after the descriptors of the listening socket and of the memory that API
+    processes share (SharedFigures).
     """
     listening, figures, number = map(int, sys.argv[1:4])
     order = sys.stdin.buffer.read()

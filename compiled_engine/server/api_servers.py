@@ -33,8 +33,8 @@ _EXIT_S = 5.0
 class Place:
     """The state that API processes share: which of them accept connections, and how many each of them has.
 
-    Create it before any other object that reserves columns of the shared figures, since all processes must reserve
-    columns in the same order.
+    The state is in columns of SharedFigures. All processes must reserve their columns in the same order, so create this
+    object before any other that reserves columns.
     """
 
     def __init__(self, figures: SharedFigures) -> None:

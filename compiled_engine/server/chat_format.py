@@ -145,7 +145,10 @@ class ChatFormat:
         return f"the tokenizer has no token for {closing}, which closes reasoning" if is_text else None
 
     def _reads(self, name: str) -> bool:
-        """Return whether the variable occurs in one of the templates as a whole word."""
+        """Return whether a template reads the variable `name`: the name occurs in it as a whole word.
+
+        Variables that the server sets itself (SETTINGS) count as read.
+        """
         word = re.compile(rf"\b{re.escape(name)}\b")
         return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
 

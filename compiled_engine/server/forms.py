@@ -155,7 +155,7 @@ def _body(
 
 
 def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
-    """Return the grammars of a requested format. The first is named ANSWER, so that the rule `body` can refer to it."""
+    """Return the grammars of a requested format. The first is named `answer`, to which the rules of `_body` refer."""
     first, *others = json.loads(grammar_text(asked))["grammars"]
     return [{**first, "name": ANSWER}, *others]
 

@@ -253,7 +253,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def bounded_protocol(limits: Limits, connections: Connections) -> type[BoundedProtocol]:
-    """Return a subclass of BoundedProtocol with these limits and connections, of which uvicorn creates instances."""
+    """Return a subclass of BoundedProtocol with these limits and connections. uvicorn creates its instances."""
     shared = {"limits": limits, "connections_here": connections, "buffer": memoryview(bytearray(READ_BYTES))}
     return type("BoundedProtocol", (BoundedProtocol,), shared)
 

@@ -164,10 +164,10 @@ class RequestScope:
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether `path`, which begins with the proxy's prefix `root`, is a route with that beginning.
+        """Return whether `path` is a whole route, although it begins with the prefix `root` that a proxy adds.
 
-        An example is /v1/models with the prefix /v1. A path that only fits a route with parameters does not count if
-        it is also a route without the prefix.
+        An example is /v1/models with the prefix /v1. If `path` only matches a route with parameters, and also is a
+        route without the prefix, returns False: the proxy has added the prefix.
         """
         if path in self._routes:
             return True

@@ -39,7 +39,8 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 def template_variables(name: str, value: Any) -> dict[str, Any]:
     """Return the variables of the chat template that an option sets. `value`: a mapping, or a JSON object as text.
 
-    Raises TypeError or ValueError, with the option's `name`, for an invalid value or for a variable in SETTINGS.
+    Raises TypeError or ValueError, with the option's `name`, for an invalid value, or for a variable that the server
+    sets itself, such as the tools.
     """
     variables = read_mapping(name, value)
     if taken := sorted(SETTINGS & variables.keys()):

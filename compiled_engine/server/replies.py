@@ -38,7 +38,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the events, then DONE. If the events fail, an event with the error precedes DONE."""
+    """Yield the events, then the event [DONE]. If the events fail, an event with the error precedes it."""
     async with aclosing(events):
         try:
             async for each in events:

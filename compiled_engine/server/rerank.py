@@ -169,7 +169,7 @@ async def _scores(
 
 
 def _names(fields: ScoreRequest) -> tuple[str, str]:
-    """Return the names of the two fields with texts, which are one of PAIRS.
+    """Return the names of the two fields with texts, such as queries and documents (see PAIRS).
 
     Raises ApiError 400 if fields of different pairs are given.
     """

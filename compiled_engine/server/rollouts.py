@@ -75,7 +75,7 @@ class StartRequest(msgspec.Struct, kw_only=True):
 
 
 class CallRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /collective_rpc: the name of one of METHODS, and its arguments."""
+    """The body of a request to /collective_rpc: a method, reload_weights or reset_prefix_cache, and its arguments."""
 
     method: str
     args: list[Any] = []

@@ -1,4 +1,7 @@
-"""Describes how the factors of two cache keys differ, and why the compile cache has no entry for given factors."""
+"""Describes how two entries of the compile cache differ, and why the cache has no entry for a model.
+
+An entry's factors are the values that its content depends on; its key is their digest (key.py, environment.py).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """Return text that names the items which only one of the two lists has; "" if both have the same items."""
+        """Return text that names the items which only `ours` or only `theirs` has; "" if both have the same items.
+
+        Both values of the factor must be lists.
+        """
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
@@ -60,9 +66,10 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 
 
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
-    """Return whether the factor is the digest of a pass that only one set of factors has.
+    """Return whether the factor `name` is the digest of a pass that is missing in one of the `flat` sets of factors.
 
-    Such a digest need not be reported: a factor of the config differs, too (the list of passes or the number of ranks).
+    Such a difference is not reported, since a factor of the config differs too: the list of passes or the number of
+    ranks.
     """
     return name.startswith("passes.") and any(name not in one for one in flat)
 

@@ -161,7 +161,7 @@ def cpp_compiler() -> dict[str, Any]:
 def _cpp_command() -> str:
     """Return the command of the C++ compiler that Inductor uses, without importing Inductor if possible.
 
-    Inductor is asked if it is already imported, since its settings may have been changed, or if
+    If Inductor is already imported, its setting is returned, since it may have been changed. It is imported if
     TORCH_INDUCTOR_INSTALL_GXX lets it install a compiler. Otherwise its default is returned: $CXX, g++ or clang++.
     """
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
@@ -173,7 +173,8 @@ def _cpp_command() -> str:
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
     """Return the measurements of a profile that decide which passes run, as JSON values; empty without a profile.
 
-    The rest of a profile only affects how kernels are launched, so it is no factor.
+    A profile holds what `compiled-engine tune` has measured on a GPU. The rest of it only affects how kernels are
+    launched, so it is no factor.
     """
     return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 
@@ -239,7 +240,7 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of each file in SOURCE_PACKAGES, which shape the graphs of all models, by path."""
+    """Return, by path, the digest of each source file that shapes the graphs of all models (SOURCE_PACKAGES)."""
     return digests_of(SOURCE_PACKAGES)
 
 

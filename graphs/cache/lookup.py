@@ -77,7 +77,7 @@ def _look_up(
 ) -> Lookup:
     """Do the work of `find_or_build`, but raise DamagedEntry for an intact entry that cannot be loaded.
 
-    distrust: the DamagedEntry of an earlier attempt, after which the entry is treated as damaged; None: first attempt.
+    distrust: the error of an earlier attempt to load the entry, which is then treated as damaged; None: first attempt.
     """
     key = factors_key(factors)
     cache, why = None, SWITCHED_OFF
@@ -107,7 +107,7 @@ def _copy_of_entry(
 ) -> WorkFolder | None:
     """Return a work folder with a copy of the entry. Returns None if there is no entry or if it is damaged.
 
-    A damaged entry is moved aside, and so is an intact one if `distrust` is given.
+    A damaged entry is moved aside. distrust: see `_look_up`; if given, an intact entry is moved aside too.
     """
     entry = cache.entry(key)
     cache.remove_abandoned(key)

@@ -62,10 +62,10 @@ _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "f
 
 
 def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
-    """Add the entry's files that match _STAGES to torch's structured trace. Does nothing if no trace is being written.
+    """Add files of the entry, such as graphs and plans, to torch's structured trace. Does nothing without such a trace.
 
-    Each file becomes an artifact named compiled_engine.<its path, with underscores>. compile_id: Dynamo's id of the
-    compilation to which the artifacts belong.
+    _STAGES lists the files. Each file becomes an artifact named compiled_engine.<its path, with underscores>.
+    compile_id: Dynamo's id of the compilation to which the artifacts belong.
     """
     for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
         name = "_".join(path.relative_to(entry).with_suffix("").parts)
@@ -228,8 +228,9 @@ def apply_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Run the passes on a copy of the traced graph for one range, and return the graph, ready to be split, and reports.
 
-    On a CPU fused ops are then decomposed for Inductor, except in direct callables, in small ranges that C++ kernels
-    serve, and in batch-invariant engines. whole: result of `trace_whole`.
+    On a CPU, fused ops are then decomposed, so that Inductor can compile them. They stay whole in callables that run op
+    by op (Signature.direct), in small ranges that C++ kernels serve, and in batch-invariant engines. whole: result of
+    `trace_whole`.
     """
     module, reports = fuse(config, traced, compile_range, whole)
     facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
@@ -244,7 +245,7 @@ def fuse(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Run the passes on a copy of the traced graph for one range, and return the graph and reports; decompose no op.
 
-    No pass fuses ops in direct callables, see `fusion_passes`. whole: result of `trace_whole`.
+    In callables that run op by op (Signature.direct), no pass fuses ops. whole: result of `trace_whole`.
     """
     module = traced.for_range(compile_range)
     own = traced.signature
@@ -275,11 +276,13 @@ def fuse(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """Return the passes that run after `structure_passes`, in order, and the names of the enabled ones.
 
-    These are the registered passes, or none in direct callables, which run op by op. In callables with adapters, the
-    pass for adapters is inserted after merge_linears and always enabled, and gated_linear is disabled, since adapters
-    come between a linear and its activation. rope_angles is disabled if the angles have positions in three dimensions.
-    quantise_activations gets the model's quantisation rules. In batch-invariant engines invariant_linear comes last,
-    also in direct callables, and takes the place of gated_linear and quantise_activations.
+    These are the registered passes, or none in direct callables, which run op by op. Exceptions, by the passes' names:
+    - In callables with adapters, the pass for adapters follows merge_linears and is always enabled. gated_linear is
+      disabled, since adapters come between a linear and its activation.
+    - rope_angles is disabled if positions have three dimensions, as with images.
+    - quantise_activations gets the model's quantisation rules.
+    - In batch-invariant engines, invariant_linear comes last, also in direct callables, and takes the place of
+      gated_linear and quantise_activations.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))

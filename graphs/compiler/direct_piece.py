@@ -1,8 +1,9 @@
 """Generates Python for direct pieces: pieces in which Inductor could fuse nothing, and would only call op after op.
 
-All ops of a direct piece are declared `direct` (kernels of the engine, matrix products of a library, views), except at
-most one, which is declared `lone` or multiplies an embedding by a constant. The generated Python calls the ops one by
-one, and needs neither a compiler nor its import.
+The fields `direct` and `lone` of an op's declaration (passes/framework/op_library.py) decide. All ops of a direct piece
+are `direct` (kernels of the engine, matrix products of a library, views), except at most one, which is `lone` or
+multiplies an embedding by a constant. The generated Python calls the ops one by one, and needs neither a compiler nor
+its import.
 """
 
 from __future__ import annotations

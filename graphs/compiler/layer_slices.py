@@ -1,4 +1,4 @@
-"""Moves the slices that layers take of one tensor in front of all layers.
+"""Moves slices of a tensor in front of all layers, if each layer takes one of them.
 
 Before its layers, a model may compute a tensor with a part for each layer, such as the embeddings of Gemma 4's small
 models. A layer that slices the tensor contains its own number, so equal layers would differ, and each would be a piece
@@ -47,10 +47,11 @@ def insert_slice(graph: fx.Graph, found: Slice, behind: fx.Node) -> fx.Node:
 
 
 def slices_first(graph: fx.Graph) -> None:
-    """Move all slices of a tensor directly after the tensor, in place, if any is after the graph's first attention.
+    """Move the slices that layers take of a tensor directly after the tensor, in place.
 
-    The tensor must have a row for each token, and be computed before the first attention. Slices of rows are not moved.
-    If some slice of a dimension is taken several times, no slice of this dimension is moved: layers then share slices.
+    The tensor must have a row for each token, and be computed before the graph's first attention. Slices of rows are
+    not moved. The slices of any other dimension are moved if one of them follows the first attention, unless two of
+    them are equal: layers then share slices.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     first = min((order[node] for node in attention_calls(graph)), default=len(order))

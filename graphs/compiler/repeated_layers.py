@@ -1,8 +1,9 @@
 """Adds the layers that were not traced (see traced_layers.py) to a graph, as copies of traced layers.
 
-The ops of a layer are copied from a traced layer of the same class. Before, the traced layers are compared node by
-node. Layers of the same kind must take corresponding values from the previous layer, and layers of the same class must
-compute the same function of these values. If they do not, nothing is copied, and all layers are traced instead.
+Layers with equal modules are of the same kind; layers of the same kind whose next layers are of the same kind, too, are
+of the same class (LayerClass). A layer's ops are copied from a traced layer of its class. Before, the traced layers are
+compared node by node: those of the same kind must read corresponding values of the previous layer, and those of the
+same class must compute the same function of these values. Otherwise nothing is copied, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
-    """Return for each layer class the positions in a layer of the ops whose results the next layer reads.
+    """Return, for each class, which of a layer's ops have results that the next layer reads.
 
-    The positions are in the order in which the next layer first reads the results. Returns None if traced layers of a
-    class differ in these positions, or if traced layers of a kind differ in the positions at which they first read the
-    previous layer's results.
+    An op is given by its index among the layer's ops. The indices are in the order in which the next layer first reads
+    the results. Returns None if traced layers of a class differ in these indices, or if traced layers of a kind first
+    read the previous layer's results in different ops. taken: for each layer, the results that it reads, see Taken.
     """
     given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -120,7 +121,7 @@ def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Layer
 def _template(layer_class: LayerClass, taken: Taken, layers: TracedLayers) -> int:
     """Return the number of the traced layer that is copied for a class.
 
-    It is never the first layer, which does not take its inputs from another layer.
+    It is never the first layer, which reads no results of another layer. taken: has all traced layers but the first.
     """
     return next(number for number in layers.traced_in_class(layer_class) if number in taken)
 
@@ -183,7 +184,8 @@ def _fill(
 ) -> None:
     """Insert copies for the missing layers between the traced layers `before` and `behind`, in place.
 
-    Layer `behind` then reads the results of the last copy. given: see `_given`. taken: `behind` gets a new entry.
+    Layer `behind` then reads the results of the last copy, and its entry in `taken` (see Taken) is changed accordingly.
+    segments: the traced layers' ops, see `_segments`. given: see `_given`.
     """
     inputs = graph.find_nodes(op="placeholder")
     slices = {found: node for node in graph.nodes if (found := slice_of(node)) is not None}

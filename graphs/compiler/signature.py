@@ -159,7 +159,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """Return the inputs of the forward that only some engines have: inputs of the model, and of its passes."""
+    """Return the inputs of the forward that only some engines have, because the model or a pass reads them."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     images: tuple[StepTensor, ...] = ()
     if config.images is not None:

@@ -70,8 +70,8 @@ def make_plan(
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of a graph, and the JSON of each unique piece by its key.
 
-    steps: the result of `split`. arguments: names of the callable's arguments, see Signature. In the plan, the names of
-    step tensors that passes read follow these names.
+    steps: the result of `split`. arguments: names of the callable's arguments, see Signature. In the plan they are
+    followed by the names of the inputs that passes have added to the graph.
     """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -133,8 +133,8 @@ def _mutates(node: fx.Node) -> bool:
 def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
     """Return the call of a piece that consists of these nodes. sizes: the graph's inputs that are sizes, by symbol.
 
-    A symbol that occurs in the shapes of the piece's inputs only within expressions, such as 4 * n, becomes an input
-    too: Inductor solves no equations for sizes.
+    If the shapes of the piece's inputs have 4 * n but not n, the size n becomes an input too, since Inductor does not
+    compute n from 4 * n.
     """
     inside = set(nodes)
     graph = fx.Graph()
@@ -160,7 +160,7 @@ def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
 
 
 def _hidden_symbols(inputs: Sequence[fx.Node]) -> list[sympy.Symbol]:
-    """Return the symbols that occur in the sizes of inputs only within expressions, such as 4 * n, never alone."""
+    """Return the symbols, such as n, that the inputs' shapes have only in expressions such as 4 * n, never alone."""
     values = [node.meta["val"] for node in inputs]
     found = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
     expressions = [size.node.expr for size in found if isinstance(size, torch.SymInt)]

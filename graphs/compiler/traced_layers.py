@@ -1,8 +1,8 @@
-"""Chooses which of a model's layers to trace: at least two of each class of several equal layers.
+"""Chooses which of a model's layers to trace. repeated_layers.py adds the others to the graph, as copies of these.
 
 Tracing takes a fixed time per op, so a trace of all layers of a deep model takes many times as long as one of a few. A
-`LayerStack` applies its layers one after another in the same way, so layers with equal modules give equal ops. The
-other layers are added to the graph as copies of traced ones (repeated_layers.py).
+`LayerStack` applies its layers one after another in the same way, so layers with equal modules give equal ops. If there
+are several equal layers (LayerClass), at least two of them are traced: one is copied, and the other compared with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class TracedLayers:
         return int(found["layer"]) if found else None
 
     def of_layer(self, source: Source | Parameter, layer: int) -> Source | Parameter:
-        """Return the source of the corresponding graph input of another layer, with the number `layer`."""
+        """Return the source of the graph input that is to layer number `layer` as `source` is to its own layer.
+
+        For example, model.layers.7.mlp.down_proj.weight for model.layers.0.mlp.down_proj.weight and 7.
+        """
 
         def rename(name: str) -> str:
             found = self._numbered(name)

@@ -79,10 +79,11 @@ class GraphKey(NamedTuple):
 class KeyField:
     """A field of GraphKey.extra: a number besides the batch's shape on which the launches of a graph depend.
 
-    The host knows the number for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these
-    sizes. A batch with the number 0 uses the graphs without the field. If token_sizes is given, only graphs of mixed
-    batches with these numbers of tokens have the field, batches of only decodes use these graphs too, and no graph has
-    both this field and another one.
+    An example is a variant of the forward, such as that for adapters: 1 if the batch runs it. The host knows the number
+    for each batch, and rounds it up to one of `sizes`; graphs are captured for each of these sizes. A batch with the
+    number 0 uses the graphs without the field.
+    If token_sizes is given, the field exists only in graphs that serve prompts and decodes alike and hold one of these
+    numbers of tokens. Batches of only decodes use these graphs too. Such a graph has no other field.
     """
 
     name: str
@@ -128,8 +129,9 @@ PROMPT_SIZES = (*range(64, 513, 64), *range(640, 1025, 128))
 class Dispatcher:
     """Maps the shape of a batch to the key of the smallest graph that holds the batch. Decode graphs are preferred.
 
-    keys: all keys that `dispatch` may return. Those without further fields are also in decode_keys (decode graphs for
-    any context), short_keys (decode graphs for short contexts) and token_keys (other graphs, by number of tokens).
+    keys: all keys that `dispatch` may return. Keys without `extra` are also in one of three tuples: decode_keys (decode
+    graphs for contexts of any length), short_keys (decode graphs for short contexts) and token_keys (other graphs, by
+    number of tokens).
     """
 
     def __init__(
@@ -143,11 +145,11 @@ class Dispatcher:
     ):
         """Build the tables from batch shapes to graph keys.
 
-        fields: further fields of the keys. There is a key for each graph and each combination of the fields' sizes; a
-        field with token_sizes limits this, see KeyField.
-        query_lens: the numbers of query tokens per decoding request for which there are graphs, besides 1. rare: those
-        of the query_lens for which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts
-        that are captured, a subset of graph.token_sizes; None: all of them.
+        fields: the fields that GraphKey.extra may have. There is a key for each graph and each combination of the
+        fields' sizes; a field with token_sizes limits this, see KeyField.
+        query_lens: the numbers of query tokens per decoding request for which there are graphs, besides 1. For numbers
+        in `rare`, only few batch sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts that
+        are captured, a subset of graph.token_sizes; None: all of them.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
@@ -244,8 +246,8 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes to capture for a variant of the forward whose steps have prompts, in ascending order.
 
-    sizes: the numbers of tokens to select from, ascending. For each item of PROMPT_SIZES, the smallest size that is at
-    least the item is selected, unless it exceeds twice the item.
+    sizes: the numbers of tokens to select from, ascending. PROMPT_SIZES has numbers of tokens from 64 to 1,024. For
+    each of them, the smallest size that is at least this number is selected, unless it is more than twice as large.
     """
     near = ([size for size in sizes if least <= size <= 2 * least] for least in PROMPT_SIZES)
     return tuple(sorted({min(found) for found in near if found}))
@@ -254,9 +256,9 @@ def prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
     """Return the sizes to capture for batches that are rare or do little work, in ascending order.
 
-    sizes: the numbers of requests to select from, ascending. query_len: rows per request. For each power of two up to
-    MOST_ROWS_READ rows, the smallest size that is at least that power is selected, or the largest size if none is: up
-    to there, padding costs little. All sizes above the largest power are selected too.
+    sizes: the numbers of requests to select from, ascending. query_len: rows per request. Up to MOST_ROWS_READ rows,
+    where padding costs little, one size is selected for each power of two: the smallest size of at least that power, or
+    the largest size if none is. Above, all sizes are selected.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

@@ -37,7 +37,7 @@ class MemoryReading(NamedTuple):
     driver: int  # everything else; a graph takes some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """Return the increase of `pool` and of `driver` since an earlier reading."""
+        """Return the increase since an earlier reading, separately for torch's memory and the driver's."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 

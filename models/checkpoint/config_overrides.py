@@ -19,7 +19,7 @@ def with_overrides(fields: JsonFields, overrides: Mapping[str, Any]) -> JsonFiel
     """Return the fields of a config.json with the overrides applied.
 
     Nested configurations, such as text_config, are merged value by value. All other values are replaced as a whole,
-    quantisation settings included. For rope sections see `_with_one_rope`.
+    quantisation settings included. For the settings of the rotary embedding see `_with_one_rope`.
     """
     if not overrides:
         return fields
@@ -41,13 +41,14 @@ def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `result` with a single rope section if the user gives one, under either name of ROPE_SECTIONS.
+    """Return `result` with at most one section of settings of the rotary embedding, if the user gives such a section.
 
-    The checkpoint's section is dropped, since it could take precedence over the user's under the other name. Its values
-    of ROPE_BASE stay unless the user overrides them. If the user gives no section but overrides values of ROPE_BASE,
-    they also replace those in the checkpoint's section. `result` may be changed.
+    The section is named rope_scaling or rope_parameters (ROPE_SECTIONS). If the user gives one, the checkpoint's is
+    dropped, since under the other name it could take precedence. The new section keeps the dropped one's rope_theta and
+    partial_rotary_factor (ROPE_BASE), unless the user gives these two as well. If the user gives only these two, they
+    replace those in the checkpoint's section.
 
-    result: the merged values. stated: the checkpoint's values. given: the user's values.
+    result: the merged values; may be changed. stated: the checkpoint's values. given: the user's values.
     """
     parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
     base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}

@@ -15,8 +15,8 @@ WHOLE_FILE, SETTINGS_FILE = "processor_config.json", "preprocessor_config.json"
 def image_processor_settings(folder: Path) -> Mapping[str, Any] | None:
     """Return the settings of the image processor of the checkpoint in `folder`; None if it has none.
 
-    If two files have settings, those of WHOLE_FILE are returned, as in transformers. Raises ValueError for a damaged
-    file.
+    If two files have settings, those of processor_config.json are returned, as in transformers. Raises ValueError for a
+    damaged file.
     """
     path = folder / WHOLE_FILE
     if path.is_file() and isinstance(nested := JsonFields.from_file(path).values.get("image_processor"), Mapping):

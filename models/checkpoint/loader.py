@@ -137,7 +137,7 @@ def check_weights(
     file is used.
 
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or dtype, or tied but different. Tensors that
-    are not quantised must have a dtype of STORED_DTYPES.
+    are not quantised must be fp32, bf16 or fp16.
     """
     if config.head is not None and config.head.is_mtp:
         tensors = mtp_tensors(tensors, config)
@@ -219,9 +219,10 @@ def _placements(
 
 
 def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
-    """Return the parts of the placements that this rank's part of the tensor `leaf` needs.
+    """Return the parts of `placements` that fall into this rank's part of the tensor `leaf`.
 
-    Returns [] if the rank's part is all zeros, see `_is_zero`.
+    placements: say which parts of checkpoint tensors make up the whole tensor, see Placement. Returns [] if the rank's
+    part is all zeros, see `_is_zero`.
     """
     if _is_zero(leaf, rank):
         return []
@@ -239,9 +240,9 @@ def _is_zero(leaf: Parameter, rank: int) -> bool:
 def _require_equal(
     read: Sequence[Placement], twins: Sequence[Placement], tensors: Mapping[str, torch.Tensor], path: Path
 ) -> None:
-    """Raise ValueError if a checkpoint's copies of a tied tensor differ.
+    """Raise ValueError if a checkpoint stores a tied tensor several times, with different values.
 
-    read: placements of the copy that is read. twins: placements of the copies that are not read.
+    read: placements (see Placement) of the copy that is read. twins: placements of the copies that are not read.
     """
     by_place = {part.placed: part for part in read}
     for twin in twins:

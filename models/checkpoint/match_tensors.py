@@ -1,4 +1,8 @@
-"""Match a checkpoint's tensors to the tensors of a textbook or transformers model, and check all of them."""
+"""Match a checkpoint's tensors to the tensors of a textbook or transformers model, and check all of them.
+
+The result is a list of placements for each tensor of the model. A placement says which part of a checkpoint's tensor
+becomes which part of the model's tensor (models/foreign/placement.py).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Matched:
-    """The placements of a checkpoint's tensors in the model, by the name of the model's tensor.
+    """The placements (see Placement) of a checkpoint's tensors in the model, by the name of the model's tensor.
 
     A tied tensor has several names; the first one is used here. read: the placements to read.
     """
@@ -49,7 +53,7 @@ class Matched:
 def match_tensors(
     tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
 ) -> Matched:
-    """Match the checkpoint's tensors to the model's by name, and return their placements.
+    """Match the checkpoint's tensors to the model's by name. Returns their placements, see Placement.
 
     model: the undivided model, which may be on the meta device. cache_dir: see `find_weight_plan`; only used for
     transformers' models. Raises ValueError if tensors are missing or unexpected, have a wrong shape, dtype or value, or
@@ -162,7 +166,7 @@ def _of_textbook(
 def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
-    """Return (read, twins): the placements to read, and those of further copies of tied tensors.
+    """Divide placements into those to read, and those of further copies of tied tensors. Returns (read, twins).
 
     Both are dicts by the name of the model's tensor; a tied tensor is listed under the first of its names. own: the
     model's tensors by name.
@@ -182,9 +186,10 @@ def _tied_apart(
 def _misfits(
     read: Mapping[str, Sequence[Placement]], own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> Problems:
-    """Return the model's tensors that placements do not fill ("missing"), and placements that do not fit their tensor.
+    """Return two kinds of problems: tensors of the model that `read` does not fill, and placements that do not fit.
 
-    own: the tensors of a transformers model by name. shapes: shapes of the checkpoint's tensors.
+    The kinds are "missing" and "of another shape". read: placements by the name of the model's tensor. own: the tensors
+    of a transformers model by name. shapes: shapes of the checkpoint's tensors.
     """
     owners: dict[int, str] = {}
     for name, tensor in own.items():

@@ -49,9 +49,10 @@ def read_mel_settings(folder: Path, speech: SpeechDescription) -> MelSettings:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings as JSON values, from WHOLE_FILE if it has them, otherwise from SETTINGS_FILE.
+    """Return the extractor's settings as JSON values.
 
-    Raises ValueError if there is no such file.
+    They are in processor_config.json or, if it has none, in preprocessor_config.json. Raises ValueError if there is no
+    such file.
     """
     path = folder / WHOLE_FILE
     if path.is_file():

@@ -70,11 +70,12 @@ def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of `leaf`, the codes or the scales of an expert weight in MXFP4.
+    """Return the placement of `leaf`, the parameter with the codes or the scales of an expert weight in MXFP4.
 
-    The checkpoint's tensor in `tensors` is replaced: blocks by codes [E, N, K / 2], or scales by scales [E, N, C] for
-    the leaf's tiles. of_weight: the placement of the whole weight, whose sources are the blocks and the scales. Raises
-    ValueError, with the tensor's name, for scales that are too large for the kernels.
+    For codes, the checkpoint's blocks in `tensors` are replaced by codes [E, N, K / 2]. For scales, its scales are
+    replaced by scales [E, N, C] for tiles of the size that leaf.scheme states. of_weight: the placement of the whole
+    weight, whose sources are the blocks and the scales. Raises ValueError, with the tensor's name, for scales that are
+    too large for the kernels.
     """
     blocks, scales = of_weight.sources
     if leaf.role == CODES:

@@ -42,8 +42,8 @@ class InsufficientMemoryError(MemoryError):
 class Weights:
     """A rank's parameters: their descriptions, and their tensors by name.
 
-    `tensors` also has the members of packed parameters, and buffers. A tied tensor is in `tensors` under each of its
-    names; `parameters` lists it only under the first name.
+    A packed parameter is several tensors of the model, its members, concatenated. `tensors` also has these members, and
+    buffers. A tied tensor is in `tensors` under each of its names; `parameters` lists it only under the first name.
     """
 
     parameters: tuple[Parameter, ...]
@@ -64,10 +64,10 @@ class Weights:
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
         """Yield batches of (parameter, tensor). The caller must fill the tensors before the next iteration.
 
-        The first batch has the parameters that are stored as they are read. Each later batch has the sources of some
-        derived parameters; after the caller has filled the sources, the derived parameters are computed on the device,
-        one by one. If all sources take more than STAGED_BYTES, there are several such batches, and a source that two of
-        them need is yielded twice.
+        The first batch has the parameters that are stored as they are read. Other parameters are derived: computed on
+        the device from tensors that are read, their sources. Each later batch has the sources of some derived
+        parameters, which are computed one by one after the caller has filled the sources. If all sources take more than
+        STAGED_BYTES, there are several such batches, and a source that two of them need is yielded twice.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]

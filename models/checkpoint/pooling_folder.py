@@ -225,9 +225,9 @@ def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[
 def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
     """Return the activation that sentence-transformers has stored for a cross encoder; None if it has stored none.
 
-    The activation is the name of a torch class, in the file PROMPTS of the folder `path` or, written by earlier
-    versions, in config.json (`fields`); names of other classes are ignored. The reason for the activation is added to
-    `reasons`. Raises ValueError for a torch class that is not supported.
+    The activation is the name of a torch class, in config_sentence_transformers.json of the folder `path`; earlier
+    versions store it in config.json (`fields`). Names of other classes are ignored. The reason for the activation is
+    added to `reasons`. Raises ValueError for a torch class that is not supported.
     """
     name, old_name = "activation_fn", "sbert_ce_default_activation_function"
     stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))
@@ -426,7 +426,10 @@ def pooling_tensors(
 
 
 def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the head's linears by their names in the model. heads: each linear's, see `_of_head`."""
+    """Return the tensors of the head's linears, by their names in the model.
+
+    heads: the tensors of each linear, as `_of_head` returns them.
+    """
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
 

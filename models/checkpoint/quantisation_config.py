@@ -66,9 +66,9 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
 def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:
     """Return a checkpoint's quantisation settings; None if there are none.
 
-    These are quantization_config of config.json or, if it is missing, the settings in a file of SETTINGS. fields: the
-    fields of config.json. folder: the checkpoint's. Raises ValueError, with the file, the field and the values, if both
-    exist and contradict each other.
+    These are quantization_config of config.json or, if it is missing, the settings in a file of an older writer, such
+    as hf_quant_config.json (SETTINGS). fields: the fields of config.json. folder: the checkpoint's. Raises ValueError,
+    with the file, the field and the values, if both exist and contradict each other.
     """
     config = fields.section(SECTION)
     for name, method in SETTINGS.items():

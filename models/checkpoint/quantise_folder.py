@@ -226,8 +226,8 @@ def _experts(
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
     """Return targets (see quantisation.Rule) that match all of `modules` and none of `quantised`.
 
-    These are the targets that the rules ignore; EXPERTS, if no expert is quantised although the rules would quantise
-    some; and the names of the remaining modules.
+    These are the targets that the rules ignore, and the names of the remaining modules. If no expert is quantised
+    although the rules would quantise some, one target for all experts (EXPERTS) takes the place of their names.
     """
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)

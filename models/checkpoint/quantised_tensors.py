@@ -128,7 +128,10 @@ def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation)
 
 
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
-    """Return the placement, with `decode` and `beside` set if its source is quantised. stored: see `find_stored`."""
+    """Return the placement, with the way to dequantise it added if its source is quantised.
+
+    The fields `decode` and `beside` of Placement are set. stored: the result of `find_stored`.
+    """
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
@@ -138,11 +141,11 @@ def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
 def place_quantised(
     leaf: Parameter, of_weight: Sequence[Placement], stored: Mapping[str, Stored], tensors: dict[str, torch.Tensor]
 ) -> list[Placement]:
-    """Return the placements of one part of a quantised weight, such as its codes or scales.
+    """Return the placements of one parameter of a quantised weight, such as its codes or its scales.
 
-    leaf: describes the part. of_weight: the placements of the whole weight. stored: see `find_stored`. tensors: the
-    checkpoint's; its scales and zero points are replaced by those for the tiles of `leaf`. Raises ValueError, with
-    names, if the checkpoint contradicts the model's rules.
+    leaf: describes the parameter. of_weight: the placements of the whole weight. stored: the result of `find_stored`.
+    tensors: the checkpoint's; scales and zero points in it are converted to tiles of the size that leaf.scheme states.
+    Raises ValueError, with names, if the checkpoint contradicts the model's rules.
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]
@@ -212,10 +215,10 @@ def _scales_for(tile: Rounding, stored: Stored, tensors: Mapping[str, torch.Tens
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return the placement's spans `taken` and `placed`, converted from elements to tiles.
+    """Return the placement's parts `taken` and `placed`, counted in tiles instead of elements.
 
-    They apply to tensors with one element for each tile, such as scales. Raises ValueError if a span begins within a
-    tile, or if the placement is transposed.
+    So converted, they apply to tensors with one element for each tile, such as scales. Raises ValueError if a part
+    begins within a tile, or if the placement is transposed.
     """
     return _tiles_of(placement.taken, tile, placement), _tiles_of(placement.placed, tile, placement)
 
@@ -233,7 +236,8 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     """Dequantise a part of a weight [N, K] into `target`, on the device and in the dtype of `target`.
 
-    part: its span `taken` is the part. sources: the weight's codes, and the tensors of Stored.decoding.
+    part: says which part of the weight to dequantise (Placement.taken). sources: the weight's codes, and the tensors of
+    Stored.decoding.
     """
     scheme = LinearScheme.parse(part.decode)
     rounding, device = scheme.weight, target.device

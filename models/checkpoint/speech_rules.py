@@ -12,7 +12,7 @@ REQUIRED = ("decoder_start_token_id", "no_timestamps_token_id", "eos_token_id")
 
 
 def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
-    """Return the rules in the checkpoint's folder; None if generation_config.json or a token id of REQUIRED is missing.
+    """Return the rules in the checkpoint's folder; None if generation_config.json or a required token id is missing.
 
     longest: the most tokens, of the prompt and the generated text together, that the engine accepts. Raises ValueError
     for a damaged file, and for a field of another type.

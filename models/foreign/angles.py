@@ -76,7 +76,8 @@ class _Parts:
 class RotaryByLength:
     """Mixin for a rotary module of transformers: each token's frequencies depend on the length of the token's request.
 
-    If the step has no `angle_lengths_T`, no request is longer than the border, and all tokens have `inv_freq`.
+    Requests of up to LengthAngles.border tokens have the frequencies `inv_freq`. If the step has no `angle_lengths_T`,
+    no request is longer.
     """
 
     # transformers' forward, without its changes of frequencies
@@ -94,7 +95,10 @@ class RotaryByLength:
         return self.compute(_Parts(frequencies, self.attention_scaling), x, position_ids)
 
     def frequencies(self, lengths_T: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies [T, p] of T tokens. lengths_T: see attention.inputs.ANGLE_LENGTHS."""
+        """Return the p frequencies of each of T tokens, [T, p].
+
+        lengths_T: the request length that each token's frequencies assume, see attention.inputs.ANGLE_LENGTHS.
+        """
         raise NotImplementedError
 
 

@@ -104,7 +104,7 @@ class SpeechModel:
         """Return hidden states [T, D] of the decoder, after its last norm. Writes keys and values into kv_caches.
 
         clip_T: int32, the clip of each token, -1 for none. encoded_ED: the encoder's result for the clips, from which
-        the keys and values of cross-attention are computed; None: those in the step's `kept` are read.
+        the keys and values of cross-attention are computed; None: they are read from SpeechStep.kept.
         """
         step = self.step
         step.inputs, step.kv_caches, step.clip_T = attention_inputs, kv_caches, clip_T

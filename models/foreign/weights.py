@@ -26,12 +26,13 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attributes `packed` and `outputs_last` on a transformers model's modules, for `compare_shapes`.
+    """Set the attributes `packed` and `outputs_last` on a transformers model's modules.
 
-    `packed` states the rows of each section of a packed parameter: q, k and v in qkv_proj; gate and up in gate_up_proj,
-    in experts too; q, k and v in in_proj_qkv and conv1d of a gated delta net. Tests that compare log-probabilities
-    verify that the model families split their parameters like this. `outputs_last` names expert parameters whose last
-    dimension is that of the outputs. Textbook modules set `packed` themselves.
+    From them, parallel/shards.py derives how parameters are divided among ranks. `packed` states the rows of each
+    section of a packed parameter: q, k and v in qkv_proj; gate and up in gate_up_proj, in experts too; q, k and v in
+    in_proj_qkv and conv1d of a gated delta net. Tests that compare log-probabilities verify that the model families
+    split their parameters like this. `outputs_last` names expert parameters whose last dimension is that of the
+    outputs. Textbook modules set `packed` themselves.
     """
     fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():

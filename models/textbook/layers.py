@@ -32,7 +32,7 @@ class LayerStack(nn.ModuleList):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Apply the layers, or those in `only`, in order. Returns the last layer's result [T, D].
+        """Apply the layers, or those in self.only, in order. Returns the last layer's result [T, D].
 
         kv_caches: one for each layer of the stack; raises ValueError for any other number.
         """

@@ -32,7 +32,7 @@ class Projection(nn.Module):
     """Normalises embeddings and hidden states, and projects both to the inputs of the decoder layer."""
 
     def __init__(self, norm: nn.Module, config: ModelConfig) -> None:
-        """Create the module. norm: a norm of the model, of which both norms of this module are copies."""
+        """Create the module. Its two norms are copies of `norm`, a norm of the model."""
         super().__init__()
         assert config.head is not None
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
@@ -42,7 +42,8 @@ class Projection(nn.Module):
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
         """Return the projections [T, D].
 
-        norm_D: the weight of the model's last norm, whose result hidden_TD is; only used if the layer shares the norm.
+        hidden_TD: the result of the model's last norm. norm_D: the weight of this norm; only used if the layer shares
+        the norm.
         """
         if self.shares_norm:
             # Division by the weight gives the states before the norm, up to a factor that hidden_norm removes. Where

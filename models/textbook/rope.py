@@ -20,8 +20,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Return the frequencies in radians per position, fp32 [head_dim / 2] on the CPU, and the factor for cos and sin.
 
-    For longrope and dynamic, the frequencies are those of requests up to the border. Raises ValueError for an unknown
-    kind of rope, and for llama3 or yarn without original_max_position_embeddings.
+    For longrope and dynamic, the frequencies are those of requests of up to original_max_position_embeddings tokens.
+    Raises ValueError for an unknown kind of rope, and for llama3 or yarn without original_max_position_embeddings.
     """
     if rope.kind not in ROPE_KINDS:
         raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {rope.kind!r}")
@@ -50,7 +50,7 @@ def stretched(positions_per_radian: torch.Tensor, factors: Sequence[float]) -> t
 def dynamic_frequencies(
     lengths_T: torch.Tensor, exponents_p: torch.Tensor, theta: float, factor: float, border: int
 ) -> torch.Tensor:
-    """Return the frequencies [T, p] of dynamic NTK scaling: theta grows with the request's length beyond the border.
+    """Return the frequencies [T, p] of dynamic NTK scaling: theta grows with the request's length beyond `border`.
 
     lengths_T: int64, the request length that each token's frequencies assume, see attention.inputs.ANGLE_LENGTHS.
     exponents_p: fp32, 2 i / d for pair i of the d / 2 pairs.
@@ -88,7 +88,7 @@ def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -
     original = _original_length(rope)
 
     def pair_with_turns(turns: float) -> float:
-        """Return the index, as a fraction, of the pair that makes `turns` full turns over the original length."""
+        """Return the index, as a fraction, of the pair of elements that rotates `turns` times in `original` tokens."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
@@ -128,8 +128,8 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos_T1d, sin_T1d), to be broadcast over heads.
 
-        angle_lengths_T: see attention.inputs.ANGLE_LENGTHS; None: no request is longer than the border. In names of
-        tensors, p stands for the d / 2 pairs.
+        angle_lengths_T: the request length that each token's angles assume, see attention.inputs.ANGLE_LENGTHS; None:
+        no request is longer than original_max_position_embeddings. In names of tensors, p stands for the d / 2 pairs.
         """
         frequencies = self.inv_freq if angle_lengths_T is None else self.frequencies(angle_lengths_T)
         angles_Tp = positions_T[:, None].float() * frequencies

@@ -230,8 +230,8 @@ class _Size(NamedTuple):
 def _sizes(description: VisionDescription) -> list[_Size]:
     """Return three sizes of images for each resolution; [] for towers without resolutions.
 
-    One image fills the resolution; one has its height and is as narrow as MOST_ASPECT allows; one has its width and is
-    as low as MOST_ASPECT allows.
+    One image fills the resolution. One has the resolution's height and is as narrow as an image may be (MOST_ASPECT).
+    One has its width and is as low as an image may be.
     """
     found = []
     for height, width in description.resolutions:
@@ -250,8 +250,8 @@ def _blank_of_size(description: VisionDescription, size: _Size) -> dict[str, tor
 def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
     """Return declarations of the tower's inputs.
 
-    In their dimensions, the size "tokens" is the number of embeddings for towers that read grids, and the number of
-    tiles otherwise. dtype: of the tower and of the pixels.
+    A dimension with the name "tokens" counts embeddings for towers that read grids, and tiles otherwise. dtype: of the
+    tower and of the pixels.
     """
     if description.tile_size:
         size = description.tile_size

@@ -29,15 +29,15 @@ _STARTS = ("attention_inputs.query_start_loc_R1", "window_starts_W1")
 
 
 def patches_of_token(description: VisionDescription) -> int:
-    """Return the number of patches for each unit of the size "tokens", which is an embedding of a grid or a tile."""
+    """Return the number of patches of a token of the tower. A token is an embedding of a grid, or a tile."""
     return description.tile_patches if description.tile_size else description.merged_patches
 
 
 def graph_sizes(description: VisionDescription, most_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which the tower is captured, ascending.
 
-    A token is an embedding of a grid, or a tile. most_tokens: the most tokens in a call. If a tile has more patches
-    than all sizes of PATCHES, the tower is captured for one tile.
+    A token is an embedding of a grid, or a tile. most_tokens: the most tokens in a call. The numbers follow from
+    PATCHES, numbers of patches; if a tile has more patches than all of these, the tower is captured for one tile.
     """
     each = patches_of_token(description)
     sizes = {min(max(1, patches // each), most_tokens) for patches in PATCHES}
@@ -50,9 +50,10 @@ def graph_sizes(description: VisionDescription, most_tokens: int) -> tuple[int, 
 def padded_sizes(description: VisionDescription, num_tokens: int) -> dict[str, int]:
     """Return the named sizes (attention.inputs.SIZES) of the tower's inputs that are padded to `num_tokens` tokens.
 
-    For grids, there is a row of attention for each image and one for padding; for tiles, one for each tile. The number
-    of windows suffices even for images that are one embedding wide, whose windows of s x s embeddings hold only s. The
-    number of embeddings suffices if a further embedding ends each row of each tile.
+    A token is an embedding of a grid, or a tile. For grids, attention has a row for each image and one for padding; for
+    tiles, it has a row for each tile. The number of windows suffices even for images that are one embedding wide, whose
+    windows of s x s embeddings hold only s. The number of embeddings suffices if a further embedding ends each row of
+    each tile.
     """
     num_rows = num_tokens if description.tile_size else min(num_tokens, MOST_IMAGES) + 1
     sizes = {"tokens": num_tokens, "requests": num_rows, "request_borders": num_rows + 1}

@@ -77,9 +77,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every workload with each contender in turn, `repeats` times after a warm-up.
 
-    options: engine options, including the model. beside: names in BESIDE. targets: OpenAI-compatible servers by name;
-    their model must have at least the engine's vocabulary. variants: names of variants of `bench ablation`; each runs
-    as a further engine in this process.
+    options: engine options, including the model. beside: contenders in this process, "transformers". targets:
+    OpenAI-compatible servers by name; their model must have at least the engine's vocabulary. variants: names of
+    variants of `bench ablation`; each runs as a further engine in this process.
 
     Returns a result whose results are a list with, for each workload: workload, texts, tokens, ratio (the engine's best
     rate divided by the best rate of transformers and the servers; None without these) and contenders (texts_per_s and

@@ -147,7 +147,11 @@ def _is_good(latencies: Mapping[str, Any], goodput: Mapping[str, float]) -> bool
 
 
 def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any] | None:
-    """Return statistics of values, None if there are none. quantiles: percentiles 0 to 100, for plots."""
+    """Return statistics of values by name; None if there are no values.
+
+    percentiles: those to include, each under its own name, such as p99. The statistic `quantiles`, for plots, is the
+    list of all percentiles from 0 to 100.
+    """
     if not len(values):
         return None
     array = np.array(values)

@@ -49,7 +49,10 @@ class Lengths:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Parse a number of tokens, or a distribution as in FORMS. Raises ValueError, which names the option `name`."""
+    """Parse a number of tokens, or a distribution such as uniform:128:1024 (see FORMS).
+
+    Raises ValueError, which names the option `name`.
+    """
     kind, _, rest = text.partition(":")
     error = ValueError(f"{name} is {text!r}; allowed: {ALLOWED}, with LEAST from 1 and at most MOST")
     try:

@@ -154,7 +154,7 @@ def python_begin(name: str, literal: Literal) -> str:
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
     """Return the rules of Llama 3's calls. Implements CallGrammar.
 
-    An answer without a call begins with neither a brace nor llama3_json.TAG.
+    An answer without a call begins neither with a brace nor with <|python_tag|>.
     """
     tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
     if tag == quoted(llama3_json.TAG):

@@ -164,7 +164,7 @@ NULL = ("null",)  # the result of `decoded` for null, since None means that the 
 
 
 def decoded(text: str) -> Any:
-    """Return the value of JSON text, and NULL for null.
+    """Return the value of JSON text; for null, the constant NULL, since None has another meaning.
 
     Returns None for invalid JSON, and for a string with an unpaired surrogate.
     """

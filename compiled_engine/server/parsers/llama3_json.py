@@ -13,7 +13,7 @@ TAG = "<|python_tag|>"
 class Llama3JsonParser:
     """Reads calls that are JSON objects and name a tool of the request. Any other JSON is content.
 
-    TAG may precede the first object. After the first text that is not a call, all text is content.
+    <|python_tag|> may precede the first object. After the first text that is not a call, all text is content.
     """
 
     def __init__(self, names: Collection[str]) -> None:

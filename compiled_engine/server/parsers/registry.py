@@ -98,7 +98,8 @@ def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
     """Return a format with calls that are JSON objects. If `marks.bare`, only objects that name a tool are calls.
 
-    `rows` become `ToolFormat.marks`. on_lines: each object is on a line of its own.
+    rows: texts by which the format is recognised in a chat template, see `ToolFormat.marks`. on_lines: each object is
+    on a line of its own.
     """
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
