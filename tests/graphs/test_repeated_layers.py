@@ -405,6 +405,8 @@ _GEMMA = {
     **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131},
 }
 DRAWN = pytest.mark.product(one_in=1000)  # of two
+# Layers of one kind are among those of Gemma 4.
+SHOWN = pytest.mark.shown_by("graphs/test_repeated_layers.py::test_few_layers_of_transformers_code_are_traced")
 FOREIGN = [
     # The loop over layers reads `block_type` of each; the only attention is behind a mixer and before an MLP.
     pytest.param(
@@ -413,7 +415,7 @@ FOREIGN = [
     ),
     # Attention of a class of ours, and slices that are the same for all layers: parts of complex numbers.
     pytest.param("deepseek_v2", {"num_hidden_layers": 5, "first_k_dense_replace": 1}, (0, 1, 2, 4), 4, marks=DRAWN),
-    ("bloom", {"num_hidden_layers": 5}, (0, 1, 4), 3),
+    pytest.param("bloom", {"num_hidden_layers": 5}, (0, 1, 4), 3, marks=SHOWN),
     ("gemma4_text", _GEMMA, (0, 1, 2, 3, 4, 5, 7, 8), 7),
 ]
 

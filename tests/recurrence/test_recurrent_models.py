@@ -63,13 +63,15 @@ def test_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> Non
     "name",
     [
         "qwen3_5_text",
-        pytest.param(
-            "olmo_hybrid",
-            marks=pytest.mark.shown_by(
-                "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers"
-            ),
+        *(
+            pytest.param(
+                name,
+                marks=pytest.mark.shown_by(
+                    "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers"
+                ),
+            )
+            for name in ("olmo_hybrid", "kimi_linear")
         ),
-        pytest.param("kimi_linear", marks=DRAWN),
     ],
 )
 def test_logprobs_of_a_compiled_model_are_those_of_transformers(name: str, tmp_path: Path) -> None:
