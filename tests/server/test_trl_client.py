@@ -95,6 +95,7 @@ def served(server: RunningServer) -> Bits:
         "max_tokens": 12,
         "temperature": 1,
         "seed": 7,
+        "top_p": 1,
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
