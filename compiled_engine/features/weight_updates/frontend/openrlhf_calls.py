@@ -1,4 +1,4 @@
-"""Makes the control calls for the methods of OpenRLHF's worker extension, `WorkerWrap` of its vllm_worker_wrap module.
+"""Makes the control calls for the methods of OpenRLHF's worker extension, its class `WorkerWrap`.
 
 OpenRLHF sends one tensor a call, and marks the last one of an update with `empty_cache`. Here the first tensor starts
 an update, and the last one finishes it. A call that fails drops the update, so that the next one begins afresh.
