@@ -1,17 +1,17 @@
 """Makes the copies of KV offload on a rank, for rows of all kinds, and reads and writes the files.
 
 On a GPU, copies run on a separate stream, one after the other and after the steps that were submitted before. Steps do
-not wait for copies, except before they reuse a row that is being copied. A thread launches the copies, since it waits
-for those before. On a CPU, copies are made at once. Other threads read and write files; a load's rows are copied while
-its other files are read.
+not wait for copies, except before they reuse a row that is being copied. A thread launches the copies, since a long
+prefix takes more launches than a stream's queue holds. On a CPU, copies are made at once. Other threads read and write
+files.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -32,27 +32,13 @@ from compiled_engine.features.kv_offload.extras import (
     copies_before,
 )
 from compiled_engine.features.kv_offload.host_rows import HostRows
-from compiled_engine.process.cores import usable_cores
 from compiled_engine.process.progress import Progress
 
-# Threads that read files: one alone is slower than the bus, mostly by the checksum.
-MOST_READERS = 16
-# Rows that are copied together, unless no other file of their load is being read.
-TOGETHER = 8
+# Threads that read files: one alone is slower than the bus.
+NUM_READERS = 8
 
 Launched = Future[torch.cuda.Event | None]
 """The event after copies, once they are launched; None on a CPU."""
-
-
-@dataclass
-class Reading:
-    """A row whose file is being read into its slot."""
-
-    kind: str
-    slot: int
-    row: int
-    name: str
-    ended: Future[bool]  # whether the file could be read
 
 
 @dataclass(eq=False)
@@ -60,29 +46,9 @@ class PendingLoad:
     """A load that has not ended."""
 
     number: int
-    before: torch.cuda.Event | None  # the end of the steps that its copies follow; None on a CPU
-    reads: deque[Reading]  # those whose copies are not launched, in the order in which they begin
-    launched: list[Launched] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)  # names of files
-
-    def take_read(self) -> dict[str, Copies]:
-        """Remove the rows whose files are read from `reads`, and return them by kind, without those that failed.
-
-        Returns {} if these are fewer than TOGETHER and other files are still being read.
-        """
-        done = [*takewhile(lambda each: each.ended.done(), self.reads)]
-        if len(done) < min(TOGETHER, len(self.reads)):
-            return {}
-        found: dict[str, Copies] = {}
-        for each in done:
-            self.reads.popleft()
-            if each.ended.result():
-                copies = found.setdefault(each.kind, Copies([], [], []))
-                copies.slots.append(each.slot)
-                copies.rows.append(each.row)
-            else:
-                self.failed.append(each.name)
-        return found
+    copies: dict[str, Copies]  # by kind
+    reads: dict[str, Future[bool]]  # by file name: whether the file could be read
+    launched: Launched | None = None
 
 
 class StepHostBlocks(StepFeature):
@@ -98,7 +64,7 @@ class StepHostBlocks(StepFeature):
         self._kinds, self._device, self._rank = dict(kinds), device, rank
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._launcher = None if self._stream is None else ThreadPoolExecutor(1)
-        self._readers, self._writer = ThreadPoolExecutor(min(usable_cores(), MOST_READERS)), ThreadPoolExecutor(1)
+        self._readers, self._writer = ThreadPoolExecutor(NUM_READERS), ThreadPoolExecutor(1)
         self._saves: deque[tuple[int, Launched]] = deque()
         self._loads: list[PendingLoad] = []
         self._writes: list[tuple[str, Future[bool]]] = []
@@ -109,12 +75,12 @@ class StepHostBlocks(StepFeature):
             rows.compile_kernels()
 
     def start_up(self, progress: Progress) -> int:
-        """Allocate the buffers of copies, before the KV cache takes what is left of the device's memory.
+        """Allocate the staging buffers, before the KV cache takes what is left of the device's memory.
 
         Returns 0, see StepFeature.start_up.
         """
         for rows in self._kinds.values():
-            rows.allocate_buffers()
+            rows.allocate_staging()
         return 0
 
     def allocate(self, num_blocks: int) -> None:
@@ -161,19 +127,15 @@ class StepHostBlocks(StepFeature):
         Files are first read into the slots of `Copies.files`. copies: by kind of row.
         """
         made = {kind: Copies(*each) for kind, each in copies.items()}
-        load = PendingLoad(number, self._record_event(), deque())
-        names = {kind: dict(each.files) for kind, each in made.items()}
-        if any(names.values()):
-            before = self._launch(lambda: None, load.before)  # copies from and to these slots may be running
-            for kind, each in made.items():
-                for slot, row in zip(each.slots, each.rows, strict=True):
-                    if (name := names[kind].get(slot)) is not None:
-                        ended = self._readers.submit(self._read, name, kind, slot, before)
-                        load.reads.append(Reading(kind, slot, row, name, ended))
-        in_memory = {kind: _without(each, names[kind]) for kind, each in made.items()}
-        if any(each.slots for each in in_memory.values()):
-            load.launched.append(self._launch(partial(self._copy_in, in_memory), load.before))
-        self._loads.append(load)
+        reads = {}
+        if any(each.files for each in made.values()):
+            before = self._launch(lambda: None)  # copies from and to these slots may be running
+            reads = {
+                name: self._readers.submit(self._read, name, kind, slot, before)
+                for kind, each in made.items()
+                for slot, name in each.files
+            }
+        self._loads.append(PendingLoad(number, made, reads))
         self._launch_loads()
 
     def _copy_out(self, copies: Mapping[str, Copies]) -> None:
@@ -199,40 +161,36 @@ class StepHostBlocks(StepFeature):
 
     def _launch_loads(self) -> None:
         for load in self._loads:
-            if load.reads and (copies := load.take_read()):
-                load.launched.append(self._launch(partial(self._copy_in, copies), load.before))
+            if load.launched is None and all(read.done() for read in load.reads.values()):
+                load.launched = self._launch(partial(self._copy_in, _without_failed(load)))
 
     def arrived(self) -> Arrived:
-        """Launch the copies of the files that are read.
+        """Launch the loads whose files are read.
 
         Return the loads and file writes that have ended since the last call.
         """
         self._launch_loads()
-        ended = [load for load in self._loads if not load.reads and all(map(_has_ended, load.launched))]
+        ended = [load for load in self._loads if load.launched is not None and _has_ended(load.launched)]
         self._loads = [load for load in self._loads if load not in ended]
         while self._saves and _has_ended(self._saves[0][1]):
             self._saves.popleft()
-        loads = [(load.number, load.failed) for load in ended]
+        loads = [(load.number, [name for name, read in load.reads.items() if not read.result()]) for load in ended]
         done = [*takewhile(lambda each: each[1].done(), self._writes)]  # one thread writes them in this order
         self._writes = self._writes[len(done) :]
         return Arrived(loads, [(name, write.result()) for name, write in done])
 
-    def _launch(self, copies: Callable[[], None], before: torch.cuda.Event | None = None) -> Launched:
-        """Make the thread launch copies that run after `before`, by default the steps submitted so far.
+    def _launch(self, copies: Callable[[], None]) -> Launched:
+        """Make the thread launch copies that run after the steps submitted so far. Return their future.
 
-        Returns their future. On a CPU, the copies are made at once. copies: a function that launches them.
+        On a CPU, the copies are made at once. copies: a function that launches them.
         """
-        before = before or self._record_event()
-        if self._launcher is None or before is None:
+        if self._launcher is None:
             made: Launched = Future()
             copies()
             made.set_result(None)
             return made
+        before = torch.cuda.current_stream(self._device).record_event()
         return self._launcher.submit(self._copy_on_stream, copies, before)
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        """Return an event at the end of the steps submitted so far; None on a CPU."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def _copy_on_stream(self, copies: Callable[[], None], before: torch.cuda.Event) -> torch.cuda.Event:
         assert self._stream is not None
@@ -262,10 +220,15 @@ class StepHostBlocks(StepFeature):
         self._kinds.clear()
 
 
-def _without(copies: Copies, slots: Collection[int]) -> Copies:
-    """Return the copies without those of `slots`, and without files."""
-    pairs = [pair for pair in zip(copies.slots, copies.rows, strict=True) if pair[0] not in slots]
-    return Copies([slot for slot, _ in pairs], [row for _, row in pairs], [])
+def _without_failed(load: PendingLoad) -> dict[str, Copies]:
+    """Return the copies of a load by kind of row, without the slots whose file could not be read."""
+    failed = {name for name, read in load.reads.items() if not read.result()}
+    found = {}
+    for kind, copies in load.copies.items():
+        lost = {slot for slot, name in copies.files if name in failed}
+        pairs = [pair for pair in zip(copies.slots, copies.rows, strict=True) if pair[0] not in lost]
+        found[kind] = Copies([slot for slot, _ in pairs], [row for _, row in pairs], [])
+    return found
 
 
 def _has_ended(launched: Launched) -> bool:
