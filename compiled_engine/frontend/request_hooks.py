@@ -106,7 +106,7 @@ class RequestFeature:
         return ()
 
     def is_slow(self, params: object) -> bool:
-        """Return whether `parts` takes long for these parameters, which have not been checked."""
+        """Return whether the method `parts` takes long for these parameters, which have not been checked."""
         return False
 
     def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
@@ -134,9 +134,9 @@ class RequestFeature:
 
 
 def attach_all(features: Sequence[RequestFeature], prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
-    """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.
+    """Return an Attachment for each prompt that has images or audio, and None for each other one; () if none has any.
 
-    Raises the errors of RequestFeature.attach, and ValueError if no feature reads data.
+    Raises the errors of RequestFeature.attach, and ValueError if a prompt has such data and no feature reads it.
     """
     given = next((prompt for prompt in prompts if prompt.data), None)
     if given is None:

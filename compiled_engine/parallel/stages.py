@@ -5,8 +5,9 @@ same compiled pieces as the whole model. The rest of the layer (output projectio
 embedding is in the first stage, the last norm and the logits in the last.
 
 Values, a stage's activations, go from device to device: by NCCL between GPUs, otherwise by gloo. A rank sends to the
-rank of the next stage that has the same share of the layers. The last stage sends sampled tokens to the first. Each
-direction has its own connection: on a shared one, two sending ranks would each wait for the other to receive.
+rank of the next stage that has the same index among the tensor-parallel ranks of its stage. The last stage sends
+sampled tokens to the first. Each direction has its own connection: on a shared one, two sending ranks would each wait
+for the other to receive.
 
 On GPUs a transfer is a kernel that waits for its peer. If it ran beside other kernels, it would occupy a part of the
 GPU, and a kernel sized for the whole GPU would take twice as long. So kernels after a transfer of values, or after the

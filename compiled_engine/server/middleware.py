@@ -164,10 +164,10 @@ class RequestScope:
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether `path` is a whole route, although it begins with the prefix `root` that a proxy adds.
+        """Return whether a path that begins with `root`, the prefix that a proxy adds, is itself a route.
 
-        An example is /v1/models with the prefix /v1. If `path` only matches a route with parameters, and also is a
-        route without the prefix, returns False: the proxy has added the prefix.
+        With the prefix /v1, the path /v1/models is one. A path may fit both a route with parameters, prefix included,
+        and a route without the prefix. Then the result is False, since the proxy has probably added the prefix.
         """
         if path in self._routes:
             return True

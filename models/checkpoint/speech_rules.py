@@ -37,6 +37,6 @@ def read_speech_rules(folder: Path, longest: int) -> SpeechRules | None:
 
 
 def _named(fields: JsonFields, name: str) -> dict[str, int]:
-    """Return the object of token ids by name in the field `name`; an empty one if the field is missing or null."""
+    """Return the field `name`, a JSON object whose values are token ids; {} if the field is missing or null."""
     section = fields.section(name)
     return {each: token for each in section.values if (token := section.token_id(each)) is not None}

@@ -127,7 +127,7 @@ def _factors(
     TILE_COLUMNS: tl.constexpr,
     SCALES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scales of words k to k + BLOCK_W times 2^62, fp32 [R, BLOCK_W].
+    """Return the scales of words k to k + BLOCK_W, each a word of eight codes, times 2^62: fp32 [R, BLOCK_W].
 
     ptr_R1: each row's first scale, a byte for each TILE_COLUMNS columns, in the format SCALES; mask_R1: whether the row
     exists.

@@ -99,9 +99,9 @@ def _values(codes: tl.tensor, operand: tl.tensor, PACKED: tl.constexpr, dtype: t
 
 @triton.jit
 def factor_of(scales: tl.tensor, SCALES: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the operand of `halves_of` for stored scales of e2m1, divided by POWER.
+    """Return what `halves_of` takes as `operand_NB` for weights in e2m1: the stored scales divided by POWER.
 
-    SCALES: their format, see experts_codes.constants_of. Those of e8m0 are exact from 2^-61 to 2^65.
+    SCALES: the format of the scales, see experts_codes.constants_of. Scales in e8m0 are exact from 2^-61 to 2^65.
     """
     if dtype == tl.bfloat16:
         return pair_of_scales(scales.to(tl.int32), SCALES)
