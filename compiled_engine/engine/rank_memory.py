@@ -18,7 +18,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory in which a rank allocates its weights and its KV cache; a field that is None stands for PyTorch's own."""
+    """The memory in which a rank allocates its weights and its KV cache. None in a field: PyTorch's own."""
 
     # Only tensors that a weight update fills: neither buffers nor state that a pass keeps.
     weights: Memory | None = None
