@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.weight_updates.frontend import openrlhf_calls, update_calls
 from compiled_engine.features.weight_updates.frontend.update_calls import Calls
 from compiled_engine.process.import_name import name_of
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
 
 # Methods of LLM and AsyncLLM that may be called by their names.
 OF_ENGINES = (

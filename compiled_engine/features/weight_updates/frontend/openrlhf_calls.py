@@ -7,12 +7,14 @@ an update, and the last one finishes it. A call that fails drops the update, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compiled_engine.config import ParallelConfig
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.frontend.sharing import shared_by_reductions
 from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast, Calls
+
+if TYPE_CHECKING:
+    from compiled_engine.config import ParallelConfig
 
 
 def init_process_group(
