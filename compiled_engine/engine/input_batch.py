@@ -218,10 +218,10 @@ def stage_empty(batch: InputBatch, buffers: InputBuffers) -> None:
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
     """Return query_start_loc_R1 for a batch of padding: the offsets of `num_rows` rows, int32 [num_rows + 1].
 
-    If there are as many tokens as rows, each row has one. Otherwise rows have an equal number of tokens, at least two;
-    if there are too few tokens, the last rows are empty, and remaining tokens belong to no row. The lengths must be
-    equal because of flash-attn 2: for requests without keys it assumes that each has the largest length, at least two,
-    and writes out of bounds if the total exceeds the tokens.
+    If there are as many tokens as rows, each row has one. Otherwise the rows that are not empty have an equal number of
+    tokens, at least two. With too few tokens for that, the last rows are empty; tokens that are left over belong to no
+    row. Unequal lengths would make flash-attn 2 write out of bounds: for requests without keys it computes the number
+    of tokens from the largest length.
     """
     each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
     return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)

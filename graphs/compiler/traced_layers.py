@@ -41,8 +41,9 @@ class LayerClass(NamedTuple):
 class TracedLayers:
     """A stack of layers, and the numbers of the layers that are traced.
 
-    The layers are chosen so that each has the same class in the trace as in the whole stack: the next traced layer is
-    of the kind `following`. In a model of transformers' code, layers that are not traced are replaced by identities.
+    The layers are chosen so that each has the same LayerClass in the trace as in the whole stack: it is followed by a
+    layer of the same kind in both. In a model of transformers' code, layers that are not traced are replaced by
+    identities.
     """
 
     stack: nn.ModuleList

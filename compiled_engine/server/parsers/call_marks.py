@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CallMarks:
-    """The texts around calls. An answer may omit `lead` and `closing`."""
+    """The texts that a model writes around its tool calls. A model may leave out the `lead` and the `closing` ones."""
 
     opening: str  # before one call or several
     closing: tuple[str, ...] = ()  # after calls, in this order; the last belongs to the lead, if there is one
