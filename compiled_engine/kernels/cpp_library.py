@@ -47,8 +47,9 @@ def compiler_command() -> list[str]:
 def load_library(source: Path) -> ctypes.CDLL:
     """Load the shared library of a C++ file from the kernel folder. Compile it first if it is missing or damaged.
 
-    The library's file name contains a digest of sources, flags, compiler and processor, so a library of another machine
-    is never loaded. If `kernel_folder` returns None, every process compiles the library. Raises CannotCompile.
+    The library's file name contains a digest of the sources, the compiler with its arguments, and the processor, so a
+    library of another machine is never loaded. If `kernel_folder` returns None, every process compiles the library.
+    Raises CannotCompile.
     """
     torch.get_num_threads()  # loads torch's OpenMP first, so that the library uses its threads
     command = compiler_command()
@@ -56,7 +57,7 @@ def load_library(source: Path) -> ctypes.CDLL:
         raise CannotCompile(f"no C++ compiler ({command[0]}) was found")
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     texts = (file.read_text() for file in (source, *HEADERS, *sorted(source.parent.glob("*.h"))))
-    told = repr((*texts, FLAGS, version, _processor()))
+    told = repr((*texts, FLAGS, command[1:], version, _processor()))
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
     name = f"{source.stem}_{digest}.so"
     folder = kernel_folder(default_root())

@@ -58,6 +58,7 @@ SERVER: Rows = {
         reasoning_parser_plugin="",
     ),
     **only("call tools in the client", tool_server=()),
+    **only("leave it out: trainers update the weights over the server's own routes", worker_extension_cls=("",)),
     **only("give --chat-template", trust_request_chat_template=False),
     **only(
         "let requests give return_tokens_as_token_ids, or stream_options with include_usage",

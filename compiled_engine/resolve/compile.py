@@ -42,7 +42,9 @@ def compiler_obstacle(device: torch.device) -> str | None:
     """Return why nothing can be compiled on this machine, and how to change that; None if compiling is possible."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
-    compiler = compiler_command()[0]
+    compiler, *arguments = compiler_command()
+    if device.type == "cpu" and arguments:
+        return f"Inductor takes a C++ compiler without arguments, and CXX is {os.environ['CXX']!r}"
     if device.type == "cpu" and shutil.which(compiler) is None:
         named = ", which CXX names," if "CXX" in os.environ else ""
         return f"compiling on a CPU needs a C++ compiler, and {compiler}{named} was not found"

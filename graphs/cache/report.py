@@ -128,5 +128,10 @@ def _distance(found: Sequence[Difference]) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size of all files below a folder, in bytes, without following links."""
-    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)
+    """Return the total size of all files below a folder, in bytes, without following links. Files may be removed."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size

@@ -208,7 +208,7 @@ class Fallback(Enum):
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
-    NO_VARIANT = "no graph of the forward's variant was captured"
+    NO_VARIANT = "no graph of the forward's variant holds the batch"
     HIDDEN_STATES = "prompt log-probabilities need the hidden states"
 
 
@@ -239,7 +239,7 @@ class GraphCounters:
 
         variant: that of the forward.
         """
-        if self._dispatcher.keys and all(key.variant != variant for key in self._dispatcher.keys):
+        if variant and self._dispatcher.keys:
             self.fallback(Fallback.NO_VARIANT, f"{num_tokens} tokens")
         elif decodes_only and self._dispatcher.keys:
             self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")

@@ -31,6 +31,7 @@ from compiled_engine.models.checkpoint.file_names import PICKLE_PATTERNS, name_s
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.mtp_layer import without_mtp_layers
 from compiled_engine.models.checkpoint.packed_weights import WORD
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors, find_settings
@@ -93,6 +94,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
     files = map_tensors(config.path)
     model = build_model(config)
     tensors = text_tensors(files)[0] if config.wrapper is not None else files
+    tensors = without_mtp_layers(tensors, config.architecture)
     if config.pooling is not None:
         tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
     read = match_tensors(tensors, model, config, cache_dir).read

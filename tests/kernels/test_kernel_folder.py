@@ -55,7 +55,10 @@ def test_the_command_of_the_compiler_may_have_arguments(tmp_path: Path, monkeypa
     source.write_text('extern "C" int answer() { return ANSWER; }\n')
     monkeypatch.setenv("CXX", "env g++ -DANSWER=7")
     assert answer_of(source) == 7
-    assert compiler_obstacle(torch.device("cpu")) is None
+    monkeypatch.setenv("CXX", "env g++ -DANSWER=8")
+    assert answer_of(source) == 8
+    obstacle = compiler_obstacle(torch.device("cpu"))
+    assert obstacle == "Inductor takes a C++ compiler without arguments, and CXX is 'env g++ -DANSWER=8'"
 
 
 @pytest.mark.parametrize("part", [".so", ".sha256"])

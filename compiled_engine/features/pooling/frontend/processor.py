@@ -298,7 +298,12 @@ class PoolingProcessor:
             return
         start, form, end = self.pooling.template
         head, tail = self._tokenizer.encode_batch([start, end], add_special_tokens=False)
-        room = None if most is None else max(most - len(head) - len(tail), 1)
+        of_template = len(head) + len(tail)
+        if most is not None and most <= of_template:
+            raise ValueError(
+                f"truncate_prompt_tokens must be more than {of_template}, the tokens of the template, got {most}"
+            )
+        room = None if most is None else most - of_template
         given = INSTRUCTION if instruction is None else instruction
         queries = firsts * (len(seconds) // len(firsts))
         pairs = zip(queries, seconds, strict=True)
