@@ -524,10 +524,13 @@ class AsyncLLM:
         return left
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until no request of this object is unfinished. Raises TimeoutError after drain_timeout seconds."""
+        """Wait until no request of this object is unfinished, or the engine is paused, in which none runs.
+
+        Raises TimeoutError after drain_timeout seconds.
+        """
         self._attach()
         async with asyncio.timeout(drain_timeout):
-            while self._streams.num_unfinished:
+            while self._streams.num_unfinished and not await self.is_paused():
                 await asyncio.sleep(_POLL_S)
 
     async def shutdown(self) -> None:

@@ -75,7 +75,7 @@ class StartRequest(msgspec.Struct, kw_only=True):
 
 
 class CallRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /collective_rpc: a method, reload_weights or reset_prefix_cache, and its arguments."""
+    """The body of a request to /collective_rpc: the name of a method that is allowed there, and its arguments."""
 
     method: str
     args: list[Any] = []
@@ -228,6 +228,8 @@ async def _init(serving: Serving, info: InitInfo) -> None:
         raise bad_request("init_info", advice, code="no_weight_transfer")
     if backend == IPC:
         return  # nothing to connect
+    size = info.rank_offset + serving.engine.config.parallel.num_ranks
+    require(info.world_size == size, "world_size", f"{size}: rank_offset and the ranks of the engine", info.world_size)
     connecting = serving.engine.connect_weight_sender(
         info.master_address,
         info.master_port,

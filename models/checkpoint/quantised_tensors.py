@@ -96,7 +96,14 @@ def find_stored(
                 problems["of another shape"].append(f"{beside} ({shape} instead of {list(grid)})")
             elif wrong := _wrong_value(tensors[beside], of_inputs=beside == input_scale):
                 problems["of a value that is not allowed"].append(f"{beside} ({wrong})")
+            elif wrong := "" if whole is None else _wrong_product(tensors[beside], tensors[whole]):
+                problems["of a value that is not allowed"].append(f"{whole} ({wrong} with the scales of tiles)")
     return found, problems
+
+
+def _wrong_product(scales: torch.Tensor, whole: torch.Tensor) -> str:
+    """Return what `_wrong_value` says of the largest scale of a tile times the scale of the whole weight."""
+    return _wrong_value(combined(scales.float().max(), whole), of_inputs=False)
 
 
 def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
@@ -199,19 +206,27 @@ def place_quantised(
 
 
 def _by_rows(placement: Placement) -> Placement:
-    """Return the placement in the weight by rows, [..., N, K], in which codes are kept if the model has [..., K, N]."""
-    if not placement.transposed:
+    """Return the placement of a matrix of experts in the weight by rows, [E, N, K], in which its codes are kept.
+
+    Placements of linears are returned unchanged.
+    """
+    if not placement.transposed or len(placement.placed) != 3:
         return placement
     *leading, columns, rows = placement.placed
     return replace(placement, placed=(*leading, rows, columns), transposed=False)
 
 
 def _scales_for(tile: Rounding, stored: Stored, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the stored scales as tiles of `tile` keep them: in fp32, with the scale of the whole weight, or apart."""
+    """Return the stored scales as tiles of `tile` keep them: in fp32, with the scale of the whole weight, or apart.
+
+    Scales in fp32 have been combined before, for another parameter that has a part of the same weight.
+    """
     scales = tensors[stored.scales]
     if tile.format.row_scales:
         return scales
-    return scales.float() if stored.whole is None else combined(scales, tensors[stored.whole])
+    if stored.whole is None or scales.dtype == torch.float32:
+        return scales.float()
+    return combined(scales, tensors[stored.whole])
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:

@@ -16,6 +16,9 @@ from compiled_engine.features.rank_calls.plan import NAME
 from compiled_engine.features.weight_updates.step_weight_updates import StepWeightUpdates
 from compiled_engine.process.import_name import import_name
 
+# Bytes of the results of all ranks together. They cross processes in a message, which holds twice as many.
+MOST_BYTES = 64 << 20
+
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], int]
 
 
@@ -26,7 +29,8 @@ class Rank:
     index: int  # among the ranks of all stages of a replica
     num_ranks: int
     device: torch.device
-    # The rank's part of the parameters, and buffers, by the engine's names: merged, folded and quantised. To be read.
+    # The rank's part of the parameters, and buffers, by the engine's names: merged, folded and quantised. To be read,
+    # but not while the weights sleep.
     tensors: Mapping[str, torch.Tensor]
     kept: dict[str, Any]  # for functions: what a later call finds again, such as a connection
     load: LoadWeights
@@ -70,11 +74,13 @@ class StepRankCalls(StepFeature):
         value = found(rank, *args, **kwargs)
         if isinstance(function, str):
             try:
-                msgspec.msgpack.encode(value)
+                size = len(msgspec.msgpack.encode(value))
             except (TypeError, OverflowError) as error:
                 raise ControlError(
                     f"{function} returned {type(value).__name__}; allowed: plain data: {error}"
                 ) from error
+            if size > (most := MOST_BYTES // self._num_ranks):
+                raise ControlError(f"{function} returned {size} bytes; allowed on each rank: {most}")
         return {"value": value, "received": self._updates.num_received}
 
     def close(self) -> None:

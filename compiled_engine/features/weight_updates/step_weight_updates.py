@@ -134,7 +134,7 @@ class StepWeightUpdates(StepFeature):
             received = [*self._broadcasts.receive(announced, packed)]
         except RuntimeError as error:
             self._broadcasts = None
-            raise ControlError(f"the trainer has ended in the middle of a transfer: {error}") from error
+            raise ControlError(f"a transfer has failed, so the trainer is disconnected: {error}") from error
         return self._keep(received)
 
     def take_shared(self, shared: dict[str, Any]) -> int:

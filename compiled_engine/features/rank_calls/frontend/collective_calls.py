@@ -83,9 +83,7 @@ def _function_call(
         allowed = ", ".join((*OF_ENGINES, RELOAD, *OF_OPENRLHF))
         raise ValueError(f"method is {method!r}{why}; allowed: {allowed}, 'package.module:function', or a function")
     if config.parallel.has_replicas:
-        raise ValueError(
-            f"method is a function, and data_parallel_size is {config.parallel.data_parallel_size}; allowed: 1"
-        )
+        raise ValueError("method is a function; allowed with several replicas, or with Ray: a method's name")
     function: str | Callable[..., Any] = method
     if not (in_this_process and config.parallel.executor == "in_process"):
         function = method if isinstance(method, str) else name_of("method", method)

@@ -64,7 +64,7 @@ def update_weight_cuda_ipc(
         announced, found = (str(dtype).removeprefix("torch."), [*shape]), (tensor.dtype, tensor.shape)
         if found != announced:
             raise ValueError(f"{name} is announced as {announced}, and shared as {found}")
-    except ValueError:
+    except Exception:
         yield update_calls.CANCEL
         raise
     yield from _add(shared, parallel, is_last=empty_cache)
