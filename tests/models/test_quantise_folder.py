@@ -14,6 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from encoder_folders import make_encoder
 from families import family, write_checkpoint
+from mtp_layers import QWEN3, write_mtp_checkpoint
 from pooling_folders import make_embedder
 from quantised_checkpoints import LAYOUTS, load_all, write_quantised
 from safetensors.torch import load_file, save_file
@@ -228,6 +229,20 @@ def test_of_a_multimodal_checkpoint_the_text_model_is_quantised(prefix: str | No
         if "vision_tower" in name and tensor.dim() == 2 and name.endswith(".weight")
     }
     assert of_vision <= set(section["ignore"])
+    load(tmp_path / "fp8")
+
+
+def test_an_mtp_layer_stays_as_it_is(tmp_path: Path) -> None:
+    """It is written unchanged, and the folder lists its linears, so that they are not taken for quantised ones."""
+    plain = write_mtp_checkpoint(tmp_path / "plain", QWEN3).folder
+    write_folder(plan_of(plain), tmp_path / "fp8", SilentProgress())
+    stored, before = load_file(tmp_path / "fp8" / "model.safetensors"), load_file(plain / "model.safetensors")
+    of_layer = {name for name in before if name.startswith("mtp.")}
+    assert of_layer
+    assert all(torch.equal(stored[name], before[name]) for name in of_layer)
+    section = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    linears = {name.removesuffix(".weight") for name in of_layer if before[name].dim() == 2}
+    assert linears <= set(section["ignore"])
     load(tmp_path / "fp8")
 
 
