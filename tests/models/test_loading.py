@@ -26,7 +26,7 @@ from compiled_engine.models.checkpoint.parameters import (
     parameters_of,
 )
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.framework.parameter import CODES, COLUMNS, KEPT, SCALES, ZEROS, Parameter, made
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, KEPT, ROW_SCALES, SCALES, ZEROS, Parameter, made
 from compiled_engine.passes.framework.parameter import packed as pack
 from compiled_engine.passes.framework.rounding import decode, unpack
 from compiled_engine.process.progress import SilentProgress
@@ -431,11 +431,12 @@ def test_dummy_codes_stand_for_values_of_small_deviation(element: str) -> None:
         Parameter("w.scales", (256, 32), "float32", SCALES, scheme=scheme),
         Parameter("w.zeros", (256, 32), "uint8", ZEROS, scheme=scheme),
         Parameter("w.columns", (1, 1024), "int32", COLUMNS, scheme=scheme),
+        Parameter("w.row_scales", (256, 1), "float32", ROW_SCALES, scheme=scheme),
     ]
     tensors = {leaf.name: torch.zeros(leaf.shape, dtype=leaf.torch_dtype) for leaf in leaves}
     fill_with_random_weights(Weights(tuple(leaves), tensors), seed=0)
-    codes, scales, zeros, columns = tensors.values()
-    values = decode(codes, scales, rounding, zeros)
+    codes, scales, zeros, columns, row_scales = tensors.values()
+    values = decode(codes, scales, rounding, zeros) * (row_scales if rounding.format.row_scales else 1)
     assert abs(float(values.mean())) < 0.003  # codes of four bits reach from -8 to 7
     assert 0.015 < float(values.std()) < 0.027
     assert columns[0].sort().values.tolist() == list(range(1024))

@@ -150,6 +150,7 @@ class Actor:
             await asyncio.to_thread(lambda: self._group.broadcast(message, 0).wait())
         else:
             self._group = None  # as if the process had ended
+        await asyncio.wait(receiving)  # for all, although one may fail
         await asyncio.gather(*receiving)
 
     async def broadcast_to_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:
