@@ -13,8 +13,11 @@ from test_packed_weights import NAME, edit, refusal
 from test_packed_weights import decoded as packed_decoded
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.nvfp4 import WHOLE, read_nvfp4
+from compiled_engine.models.checkpoint.nvfp4 import WHOLE, combined, read_nvfp4
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
+from compiled_engine.models.checkpoint.quantised_tensors import find_stored, place_quantised
+from compiled_engine.models.foreign.placement import Placement
+from compiled_engine.passes.framework.parameter import SCALES, Parameter
 from compiled_engine.passes.framework.rounding import unpack, values_of
 from compiled_engine.quantisation import Quantisation, Rounding
 
@@ -61,6 +64,31 @@ def test_values_are_those_written(form: str, num_rows: int, num_columns: int) ->
     codes = packed[f"{NAME}.weight"].stored
     assert codes is not None
     assert codes.shape == (num_rows, num_columns // 2)
+
+
+def test_scales_of_a_weight_that_is_split_are_combined_once() -> None:
+    """Several parameters have parts of the weight, as q, k and v have of one linear; each reads the same scales."""
+    rules = rules_of(MODELOPT)
+    tensors, _ = read_nvfp4(stored(MODELOPT)[0], rules, Path("folder"))
+    weight, scales = f"{NAME}.weight", f"{NAME}.weight_scale"
+    expected = combined(tensors[scales], tensors[f"{NAME}.{WHOLE}"])
+    beside, problems = find_stored(tensors, rules)
+    assert not any(problems.values())
+    for start in (0, 8, 16):
+        leaf = Parameter(f"part{start}.scales", (8, 16), "float32", SCALES, scheme=str(E2M1))
+        part = Placement(weight, ((start, start + 8), (0, 256)), leaf.name, ((0, 8), (0, 256)))
+        (placed,) = place_quantised(leaf, [part], beside, tensors)
+        assert (placed.source, placed.taken) == (scales, ((start, start + 8), (0, 16)))
+        assert torch.equal(tensors[scales], expected)
+
+
+def test_a_scale_of_the_whole_weight_that_leaves_no_finite_number_is_refused() -> None:
+    for form, name, factor in ((COMPRESSED, "weight_global_scale", 1e-37), (MODELOPT, "weight_scale_2", 1e38)):
+        tensors, _ = stored(form)
+        tensors[f"{NAME}.{name}"] = torch.full((1,), factor)
+        found, _ = read_nvfp4(tensors, rules_of(form), Path("folder"))
+        _, problems = find_stored(found, rules_of(form))
+        assert "inf instead of finite numbers" in problems["of a value that is not allowed"][0], (form, problems)
 
 
 def test_another_reading_is_another_weight() -> None:
