@@ -444,7 +444,7 @@ SPEECH = {"decoder_start_token_id": 1, "no_timestamps_token_id": 9, "eos_token_i
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"eos_token_id": [2]}, r"eos_token_id must be a token id, got \[2\]"),
+        ({"eos_token_id": [2.5]}, r"eos_token_id must be a list of token ids, got \[2.5\]"),
         ({"max_length": [448]}, r"max_length must be a whole number of at least 1, got \[448\]"),
         ({"suppress_tokens": 5}, "suppress_tokens must be a list of token ids, got 5"),
         ({"begin_suppress_tokens": [-1]}, r"begin_suppress_tokens must be a list of token ids, got \[-1\]"),
@@ -460,6 +460,10 @@ def test_rules_of_speech_of_another_type_are_refused(fields: dict[str, Any], mes
     rules = read_speech_rules(tmp_path, 50)
     assert rules is not None
     assert (rules.most_tokens, rules.languages, rules.suppressed) == (50, {"en": 3}, (7,))
+    for ends, expected in (([2], 2), (2, 2), ([2, 5], None), ([], None)):
+        path.write_text(json.dumps(SPEECH | {"eos_token_id": ends}))
+        rules = read_speech_rules(tmp_path, 50)
+        assert (rules and rules.eos) == expected
     path.write_text(json.dumps(SPEECH | fields))
     with pytest.raises(ValueError, match=message):
         read_speech_rules(tmp_path, 50)
