@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
-from compiled_engine.passes.experts import experts_mxfp4
+from compiled_engine.passes.experts import experts_e2m1
 from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
@@ -180,10 +180,10 @@ class _Weight:
         values = decoded_weight(self.values, self.scales_ERC, *tile, dtype, self.codes["SCALES"])
         return _Weight.of(values, None, None, self.row_scales_ER1, self.bias_EN, "")
 
-    def as_e2m1(self) -> experts_mxfp4.Codes:
+    def as_e2m1(self) -> experts_e2m1.Codes:
         assert self.scales_ERC is not None
         constants = (self.codes[name] for name in ("TILE_COLUMNS", "UNIT", "SCALES"))
-        return experts_mxfp4.Codes(self.values, self.scales_ERC, self.row_scales_ER1, self.bias_EN, *constants)
+        return experts_e2m1.Codes(self.values, self.scales_ERC, self.row_scales_ER1, self.bias_EN, *constants)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def launch(
     norm = norm_weight_D, eps, norm_offset, norm_wide
     if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_e2m1:
         codes = gate_up.as_e2m1(), down.as_e2m1()
-        return experts_mxfp4.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
+        return experts_e2m1.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
     return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
 
 
@@ -355,7 +355,7 @@ def _grouped(
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if in_words:
         found = x_TD.new_empty((num_tokens, columns)), chosen_S, weights_S, rank_S, counts_E
-        experts_mxfp4.prepare(x_TD, logits_TE, given_TX, norm, found, route, weights.gate_up.codes["UNIT"], columns)
+        experts_e2m1.prepare(x_TD, logits_TE, given_TX, norm, found, route, weights.gate_up.codes["UNIT"], columns)
         x_TD = found[0]
     else:
         norm_weight_D = norm[0]

@@ -10,7 +10,7 @@ import torch
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_experts_op import GATE
 
-from compiled_engine.passes.experts import experts_decoded, experts_grouped, experts_mxfp4
+from compiled_engine.passes.experts import experts_decoded, experts_e2m1, experts_grouped
 from compiled_engine.passes.experts.experts import Experts
 from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS, POWER
 from compiled_engine.passes.experts.experts_tiles import decodes_first, packed_tiles, words_tiles
@@ -79,10 +79,10 @@ def test_products_without_tensor_cores_compiled_for_hopper(text: str) -> None:
     kinds |= dict.fromkeys(("inputs_ptr", "hidden_ptr", "weights_ptr"), "*fp32") | {"chosen_ptr": "*i32"}
     kinds |= dict.fromkeys(("gate_up_ptr", "down_ptr", "scales_ptr"), "*u8")
     for kernel, constants in (
-        (experts_mxfp4.gate_up_words_kernel, GATE | {"K": 1024, "WIDTH": 2880, "UNIT": of_codes["TILE_COLUMNS"]}),
-        (experts_mxfp4.down_words_kernel, {"HIDDEN_SIZE": 2880, "WIDTH": 1024, "BLOCK_X": 4}),
+        (experts_e2m1.gate_up_words_kernel, GATE | {"K": 1024, "WIDTH": 2880, "UNIT": of_codes["TILE_COLUMNS"]}),
+        (experts_e2m1.down_words_kernel, {"HIDDEN_SIZE": 2880, "WIDTH": 1024, "BLOCK_X": 4}),
     ):
-        num_warps = experts_mxfp4.word_tiles(1024, constants.get("BLOCK_X", 1)).num_warps
+        num_warps = experts_e2m1.word_tiles(1024, constants.get("BLOCK_X", 1)).num_warps
         aligned = [name for name in kernel.arg_names if name.endswith("_ptr")]
         program = compiled_for_hopper(kernel, constants | sizes, kinds, aligned=aligned, num_warps=num_warps)
         assert stack_bytes(program) == 0
