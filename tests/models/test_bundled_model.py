@@ -35,11 +35,14 @@ MODEL_FILES = {
     "generation_config.json",
     "held_out.txt",
     "model.safetensors",
+    "model.safetensors.index.json",
+    "mtp.safetensors",
+    "mtp_training.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "training.json",
 }
-MAX_BYTES = 12_000_000
+MAX_BYTES = 13_000_000
 
 
 def read_json(path: Path) -> dict:

@@ -208,7 +208,7 @@ class Mtp:
         return self.model.logits(hidden_BTD)
 
     def save(self, out: Path) -> None:
-        """Write the bundled model together with the layer."""
+        """Write the bundled model, and beside it the layer in a file of its own, with an index of both."""
         for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(BUNDLED_MODEL_PATH / name, out / name)
         layer = {
@@ -217,8 +217,12 @@ class Mtp:
             for own, theirs in MTP_NAMES.items()
             if name.startswith(own)
         }
-        tensors = load_file(BUNDLED_MODEL_PATH / "model.safetensors") | layer
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(BUNDLED_MODEL_PATH / "model.safetensors", out / "model.safetensors")
+        save_file(layer, out / "mtp.safetensors", metadata={"format": "pt"})
+        files = dict.fromkeys(load_file(out / "model.safetensors"), "model.safetensors")
+        files |= dict.fromkeys(layer, "mtp.safetensors")
+        index = {"metadata": {}, "weight_map": dict(sorted(files.items()))}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 METHODS: dict[str, type[Eagle3] | type[Mtp]] = {"eagle3": Eagle3, "mtp": Mtp}
