@@ -50,7 +50,8 @@ def trained_steps(parent: Path, count: int) -> list[Step]:
         folder = parent / f"step-{number}"
         folder.mkdir()
         for path in BUNDLED_MODEL_PATH.glob("*.json"):
-            shutil.copy(path, folder)
+            if path.name != "model.safetensors.index.json":  # the index names the MTP layer's file, too
+                shutil.copy(path, folder)
         tensors = {
             name: tensor + 0.2 * tensor.float().std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
             for name, tensor in tensors.items()
