@@ -26,13 +26,13 @@ from compiled_engine.engine.messages import Content
 from compiled_engine.engine.request import Request
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], others: bytes = b"") -> bytes:
-    """Return the hash of a full block of `token_ids` that follows the block, or root, with hash `parent`.
+def hash_block(parent: bytes, tokens: bytes, others: bytes = b"") -> bytes:
+    """Return the hash of a full block that follows the block, or root, with hash `parent`.
 
-    The hash covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32. others:
-    bytes that stand for everything else that the block's keys and values depend on, see `_contents_within`.
+    The hash covers the block's tokens and, through `parent`, all tokens before them. tokens: the token ids as int32.
+    others: bytes that stand for everything else that the block's keys and values depend on, see `_contents_within`.
     """
-    return hashlib.sha256(parent + array("i", token_ids).tobytes() + others).digest()
+    return hashlib.sha256(parent + tokens + others).digest()
 
 
 def hash_blocks(
@@ -49,9 +49,13 @@ def hash_blocks(
     sequence. count: number of blocks; None: all full blocks. contents: see EngineRequest.
     """
     count = len(token_ids) // block_size if count is None else count
-    for start in range(len(hashes) * block_size, count * block_size, block_size):
+    parent, first = hashes[-1] if hashes else root, len(hashes) * block_size
+    tokens = array("i", token_ids[first : count * block_size])
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    for place, start in zip(range(0, len(data), size), range(first, count * block_size, block_size), strict=True):
         others = _contents_within(contents, start, start + block_size) if contents else b""
-        hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size], others))
+        parent = hash_block(parent, data[place : place + size], others)
+        hashes.append(parent)
 
 
 def _contents_within(contents: Sequence[Content], start: int, stop: int) -> bytes:
@@ -94,8 +98,8 @@ class BlockWatcher(Protocol):
         """
         ...
 
-    def evicted(self, block: int, block_hash: bytes) -> None:
-        """Handle a block that cannot be found any more, because it was allocated again."""
+    def evicted(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Handle blocks that cannot be found any more, because they were allocated again. hashes: one for each."""
         ...
 
     def dropped(self, block: int, block_hash: bytes) -> None:
@@ -135,6 +139,10 @@ class BlockPool:
         """Return the block registered under this hash, or None. The block may be free; it is not acquired."""
         return self._block_of_hash.get(block_hash)
 
+    def find_each(self, hashes: Iterable[bytes]) -> Iterator[int | None]:
+        """Yield what `find` returns for each hash."""
+        return map(self._block_of_hash.get, hashes)
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the front of the free list, and return them with one reference each.
 
@@ -142,15 +150,14 @@ class BlockPool:
         """
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            if (block_hash := self._hashes[block]) is not None:
-                self._forget(block, block_hash)
-                for watcher in self.watchers:
-                    watcher.evicted(block, block_hash)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        evicted = [block for block in blocks if self._hashes[block] is not None]
+        hashes = [self._forget(block) for block in evicted]
+        if evicted:
+            for watcher in self.watchers:
+                watcher.evicted(evicted, hashes)
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
     def acquire(self, block: int) -> None:
@@ -182,15 +189,17 @@ class BlockPool:
 
     def unregister(self, block: int) -> None:
         """Remove a block's hash, if it has one, so that the block cannot be found, and tell the watchers."""
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            self._forget(block, block_hash)
+        if self._hashes[block] is not None:
+            block_hash = self._forget(block)
             for watcher in self.watchers:
                 watcher.dropped(block, block_hash)
 
-    def _forget(self, block: int, block_hash: bytes) -> None:
+    def _forget(self, block: int) -> bytes:
+        """Remove the hash of a block that has one, and return it."""
+        block_hash, self._hashes[block] = self._hashes[block], None
+        assert block_hash is not None
         del self._block_of_hash[block_hash]
-        self._hashes[block] = None
+        return block_hash
 
     def check_all_free(self) -> None:
         """Raise RuntimeError if any block has a reference. Call it when no request is left."""
@@ -411,7 +420,7 @@ class BlockGroup:
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
         """Yield, for each of the request's first `count` blocks, the registered block with equal contents, or None."""
-        return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
+        return self.pool.find_each(leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:
         """Return the cached blocks of the request's first `num_cached` tokens, a number from `longest_prefix`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +13,24 @@ from compiled_engine.engine.block_pool import BlockPool, hash_block, hash_blocks
 from compiled_engine.engine.messages import ROOT, Content
 
 
+def hashes_of(*token_ids: int, known: int = 0) -> list[bytes]:
+    """Return the hashes of blocks of two tokens, computed at once, or the first `known` before the others."""
+    hashes: list[bytes] = []
+    hash_blocks(hashes, ROOT, token_ids, 2, known)
+    hash_blocks(hashes, ROOT, token_ids, 2)
+    return hashes
+
+
 def test_a_hash_covers_the_block_and_all_before_it() -> None:
-    first = hash_block(ROOT, [1, 2])
-    second = hash_block(first, [3, 4])
-    other = hash_block(ROOT, [1, 9])
-    assert len({first, second, other, hash_block(other, [3, 4]), hash_block(ROOT, [3, 4])}) == 5
+    first, second = hashes_of(1, 2, 3, 4, 5)
+    other, behind = hashes_of(1, 9, 3, 4)
+    assert len({first, second, other, behind, *hashes_of(3, 4)}) == 5
+    assert all(hashes_of(1, 2, 3, 4, 5, known=known) == [first, second] for known in range(3))
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
     data = bytes(32) + (258).to_bytes(4, "little") + (7).to_bytes(4, "little")
-    assert hash_block(ROOT, [258, 7]) == hashlib.sha256(data).digest()
+    assert hashes_of(258, 7) == [hash_block(ROOT, array("i", [258, 7]).tobytes())] == [hashlib.sha256(data).digest()]
 
 
 def hashes_with(*contents: Content) -> list[bytes]:

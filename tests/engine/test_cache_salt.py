@@ -60,7 +60,7 @@ def test_salts_have_bounds(server: RunningServer, salt: Any) -> None:
 
 def test_a_salt_is_none_of_the_tokens() -> None:
     roots = [prefix_root(salt=salt) for salt in (None, "a", "b", "\0" * 32)]
-    assert len({hash_block(root, [1, 2]) for root in roots}) == len(roots)
+    assert len({hash_block(root, b"\1\2") for root in roots}) == len(roots)
 
 
 def test_a_salt_per_key_needs_keys() -> None:

@@ -107,15 +107,15 @@ class GroupEvents:
                 )
             )
 
-    def evicted(self, block: int, block_hash: bytes) -> None:
-        last = self._events[-1] if self._events else None
+    def evicted(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        removed, last = [*map(short_hash, hashes)], self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.group_idx == self._index:
-            last.block_hashes.append(short_hash(block_hash))
+            last.block_hashes.extend(removed)
         else:
-            self._events.append(BlockRemoved([short_hash(block_hash)], GPU, self._index))
+            self._events.append(BlockRemoved(removed, GPU, self._index))
 
     def dropped(self, block: int, block_hash: bytes) -> None:
-        self.evicted(block, block_hash)
+        self.evicted([block], [block_hash])
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())

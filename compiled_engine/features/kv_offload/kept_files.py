@@ -61,7 +61,7 @@ class KeptFiles:
             return False
         self._to_remove += self._index.add(name)
         self._writes[name] = Write(slots, slot)
-        slots.pin(slot)
+        slots.pin([slot])
         return True
 
     def end_write(self, name: str, is_there: bool, num_ranks: int) -> None:
@@ -74,7 +74,7 @@ class KeptFiles:
         write.num_ranks += 1
         if write.num_ranks == num_ranks:
             del self._writes[name]
-            write.slots.unpin(write.slot)
+            write.slots.unpin([write.slot])
             self.written += write.is_there
             if not write.is_there:
                 self.lose(name)

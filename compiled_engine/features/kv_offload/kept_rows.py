@@ -7,12 +7,25 @@ memory once that step has been processed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from compiled_engine.features.kv_offload.extras import Copies
 from compiled_engine.features.kv_offload.kept_files import KeptFiles
 from compiled_engine.features.kv_offload.slots import Slots
+
+
+class RowsToLoad(NamedTuple):
+    """Rows of one kind that are being loaded: their hashes, and the slot of each."""
+
+    hashes: Sequence[bytes]
+    slots: Sequence[int]
+    files: dict[int, str]  # name of the file that is read into a slot, by place in `slots`
+
+    def copies(self, rows: list[int]) -> Copies:
+        """Return the copies to make. rows: the row on the device for each slot."""
+        return Copies([*self.slots], rows, [(self.slots[place], name) for place, name in self.files.items()])
 
 
 class KeptRows:
@@ -38,26 +51,29 @@ class KeptRows:
         """Return the name of the file of the row with this hash."""
         return block_hash.hex() + self._suffix
 
-    def is_arriving(self, block_hash: bytes) -> bool:
-        return block_hash in self._arriving
+    def are_arriving(self, hashes: Iterable[bytes]) -> bool:
+        """Return whether any of the rows with these hashes is being loaded."""
+        return bool(self._arriving) and not self._arriving.isdisjoint(hashes)
 
     # Copies to host memory
 
-    def registered(self, row: int, block_hash: bytes, step: int) -> None:
-        """Record a row whose contents `step` writes.
+    def registered(self, rows: Sequence[int], hashes: Sequence[bytes], step: int) -> None:
+        """Record rows, one for each hash, whose contents `step` writes.
 
-        The row can be copied after that step, unless a slot has the hash already.
+        A row can be copied after that step, unless a slot has the hash already.
         """
-        if self.slots.use(block_hash) is None:
-            self._unsaved[row] = block_hash, step
+        for row, block_hash, slot in zip(rows, hashes, self.slots.use(hashes), strict=True):
+            if slot is None:
+                self._unsaved[row] = block_hash, step
 
-    def evicted(self, row: int) -> int:
-        """Record that a row is reused for other contents.
+    def evicted(self, rows: Sequence[int]) -> int:
+        """Record that rows are reused for other contents.
 
-        Return the number of the save that copied it last, 0 for none.
+        Return the number of the last save that copied one of them, 0 for none.
         """
-        self._unsaved.pop(row, None)
-        return self._leaving.pop(row, 0)
+        for row in rows:
+            self._unsaved.pop(row, None)
+        return max((self._leaving.pop(row, 0) for row in rows), default=0)
 
     def dropped(self, row: int) -> None:
         """Record that the contents of a row were not written, so that the row is not copied."""
@@ -73,63 +89,61 @@ class KeptRows:
         Rows whose hash has a slot already, and rows for which no slot is left, are not copied. The copies also name the
         files to which slots must be written.
         """
-        copies = Copies([], [], [])
-        for row in rows:
-            block_hash, _ = self._unsaved.pop(row)
-            if self.slots.use(block_hash) is None and (slot := self.slots.take(block_hash)) is not None:
-                copies.slots.append(slot)
-                copies.rows.append(row)
-                self.slots.pin(slot)  # a slot has one row in a save
+        hashes = [self._unsaved.pop(row)[0] for row in rows]
+        row_of: dict[bytes, int] = {}
+        for row, block_hash, slot in zip(rows, hashes, self.slots.use(hashes), strict=True):
+            if slot is None:
+                row_of.setdefault(block_hash, row)
+        slots = self.slots.take([*row_of])
+        copies = Copies(slots, [*row_of.values()][: len(slots)], [])
+        if self._files.are_used:
+            for block_hash, slot in zip(row_of, slots, strict=False):
                 if self._files.begin_write(name := self.name_of(block_hash), self.slots, slot):
                     copies.files.append((slot, name))
-        for slot in copies.slots:
-            self.slots.unpin(slot)
         self._leaving.update(dict.fromkeys(copies.rows, number))
-        self.saved += len(copies.slots)
+        self.saved += len(slots)
         return copies
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """Mark the slots and files with these hashes as most recently used, since the rows were used on the device."""
-        for block_hash in hashes:
-            self.slots.use(block_hash)
-            if self._files.are_used and (name := self.name_of(block_hash)) in self._files:
-                self._files.use(name)
+        self.slots.use(hashes)
+        if self._files.are_used:
+            for name in map(self.name_of, hashes):
+                if name in self._files:
+                    self._files.use(name)
 
     # Copies back
 
-    def begin_load(self, hashes: Sequence[bytes]) -> list[tuple[int, str | None]]:
-        """Pin a slot for each hash. Return the slots, each with the name of the file that must be read into it.
+    def begin_load(self, hashes: Sequence[bytes]) -> RowsToLoad:
+        """Pin a slot for each of the hashes, which are distinct, and return the slots.
 
-        The name is None if the slot has the row already. If too few slots are free, only the first hashes get slots.
+        If a slot does not have the row yet, a file is read into it. If too few slots are free, only the first hashes
+        get slots.
         """
-        known = [self.slots.use(block_hash) for block_hash in hashes]
-        for slot in known:
-            if slot is not None:
-                self.slots.pin(slot)
-        found: list[tuple[int, str | None]] = []
-        for block_hash, slot in zip(hashes, known, strict=True):
-            name = None
-            if slot is None:
-                if (slot := self.slots.take(block_hash)) is None:
-                    break
-                self.slots.pin(slot)
-                self._files.use(name := self.name_of(block_hash))
-            found.append((slot, name))
-        for slot in known[len(found) :]:
-            if slot is not None:
-                self.slots.unpin(slot)
-        self._arriving.update(hashes[: len(found)])
-        return found
+        known = self.slots.use(hashes)
+        self.slots.pin([slot for slot in known if slot is not None])
+        lacking = [place for place, slot in enumerate(known) if slot is None]
+        taken = self.slots.take([hashes[place] for place in lacking])
+        self.slots.pin(taken)
+        count = lacking[len(taken)] if len(taken) < len(lacking) else len(hashes)
+        self.slots.unpin([slot for slot in known[count:] if slot is not None])
+        files = {}
+        for place, slot in zip(lacking, taken, strict=False):
+            known[place] = slot
+            self._files.use(name := self.name_of(hashes[place]))
+            files[place] = name
+        self._arriving.update(hashes[:count])
+        return RowsToLoad(hashes[:count], [slot for slot in known[:count] if slot is not None], files)
 
-    def end_load(self, block_hash: bytes, slot: int, *, forget: bool) -> None:
-        """End the load of a row: unpin its slot.
+    def end_load(self, rows: RowsToLoad, forgotten: Collection[int]) -> None:
+        """End a load: unpin its slots.
 
-        forget: the slot does not have the row's contents, so the hash is dropped.
+        forgotten: places in `rows` of slots that do not have the contents of their rows; their hashes are dropped.
         """
-        self._arriving.discard(block_hash)
-        if forget:
-            self.slots.drop(block_hash)
-        self.slots.unpin(slot)
+        self._arriving.difference_update(rows.hashes)
+        for place in forgotten:
+            self.slots.drop(rows.hashes[place])
+        self.slots.unpin(rows.slots)
 
     def clear(self) -> None:
         """Forget all rows, since the prefix cache was emptied, for example because the weights have changed."""

@@ -30,10 +30,10 @@ from compiled_engine.engine.messages import ControlCall, RunnerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
-from compiled_engine.features.kv_offload.extras import ARRIVED, BLOCKS, LOAD, NAME, OPEN_FILES, SAVE, STATES, Copies
+from compiled_engine.features.kv_offload.extras import ARRIVED, BLOCKS, LOAD, NAME, OPEN_FILES, SAVE, STATES
 from compiled_engine.features.kv_offload.file_index import STATE_SUFFIX, FileIndex
 from compiled_engine.features.kv_offload.kept_files import KeptFiles
-from compiled_engine.features.kv_offload.kept_rows import KeptRows
+from compiled_engine.features.kv_offload.kept_rows import KeptRows, RowsToLoad
 
 COUNTERS = (
     *("kv_offload_saved", "kv_offload_loaded", "kv_offload_queries", "kv_offload_hits"),
@@ -54,22 +54,14 @@ PATIENCE_S = 0.0003
 
 
 @dataclass(eq=False, slots=True)
-class Part:
-    """A row of a load: its hash, its slot, and the name of the file that is read into the slot, if any."""
-
-    block_hash: bytes
-    slot: int
-    name: str | None
-
-
-@dataclass(eq=False, slots=True)
 class Load:
     """Copies to a request's rows on the device, which have begun and not ended."""
 
     fill: Fill
     held: int  # tokens of the request's prefix that are on the device already
-    blocks: dict[int, Part]  # by index in the prefix
-    state: tuple[int, Part] | None  # the snapshot: its slot on the device, and its row
+    blocks: RowsToLoad
+    indices: Sequence[int]  # of these blocks in the prefix
+    state: tuple[int, RowsToLoad] | None  # the snapshot: its slot on the device, and its row
     failed: set[str] = field(default_factory=set)  # names of files that a rank could not read
     num_ranks: int = 0  # ranks that have finished
     is_stale: bool = False  # the prefix cache was emptied after the load had begun
@@ -126,13 +118,12 @@ class HostBlocks(PlanFeature):
 
     def registered(self, request: Request, indices: Sequence[int], hashes: Sequence[bytes]) -> None:
         assert self._group is not None
-        for index in indices:
-            block = self._group.pool.find(hashes[index])
-            assert block is not None
-            self._blocks.registered(block, hashes[index], self._num_steps + 1)
+        found = [hashes[index] for index in indices]
+        blocks = [block for block in self._group.pool.find_each(found) if block is not None]
+        self._blocks.registered(blocks, found, self._num_steps + 1)
 
-    def evicted(self, block: int, block_hash: bytes) -> None:
-        self._follows = max(self._follows, self._blocks.evicted(block))
+    def evicted(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        self._follows = max(self._follows, self._blocks.evicted(blocks))
 
     def dropped(self, block: int, block_hash: bytes) -> None:
         self._blocks.dropped(block)
@@ -148,11 +139,11 @@ class HostBlocks(PlanFeature):
 
     def place_taken(self, place: int, block_hash: bytes) -> None:
         assert self._states is not None
-        self._states.registered(place, block_hash, self._num_steps + 1)
+        self._states.registered([place], [block_hash], self._num_steps + 1)
 
     def place_evicted(self, place: int) -> None:
         assert self._states is not None
-        self._follows = max(self._follows, self._states.evicted(place))
+        self._follows = max(self._follows, self._states.evicted([place]))
 
     def place_dropped(self, place: int) -> None:
         assert self._states is not None
@@ -213,9 +204,9 @@ class HostBlocks(PlanFeature):
         state = hashes[count - 1] if count and self._lacks_snapshot(hashes[count - 1]) else None
         if not missing and state is None:
             return True
-        if any(self._blocks.is_arriving(hashes[index]) for index in missing):
+        if self._blocks.are_arriving(hashes[index] for index in missing):
             return False
-        if state is not None and self._states is not None and self._states.is_arriving(state):
+        if state is not None and self._states is not None and self._states.are_arriving([state]):
             return False
         held = group.longest_prefix(request, count * size)
         if self._snapshots is not None:
@@ -233,9 +224,9 @@ class HostBlocks(PlanFeature):
         """
         assert self._group is not None
         count, missing = len(hashes), []
-        for index, block_hash in enumerate(hashes):
-            if self._group.pool.find(block_hash) is None:
-                if block_hash not in self._blocks:
+        for index, block in enumerate(self._group.pool.find_each(hashes)):
+            if block is None:
+                if hashes[index] not in self._blocks:
                     count = index
                     break
                 missing.append(index)
@@ -265,41 +256,32 @@ class HostBlocks(PlanFeature):
         if self._files.is_writing:
             self._look()
         self._has_waited[request] = sys.maxsize
-        parts = self._begin(self._blocks, [hashes[index] for index in missing])
-        of_state: list[Part] = []
-        row = None
-        if len(parts) < len(missing) and self._states is not None:
-            self._cancel(self._blocks, parts)  # blocks before the snapshot are no use alone
+        blocks = self._blocks.begin_load([hashes[index] for index in missing])
+        num_blocks, loads_all, of_state = len(blocks.slots), len(blocks.slots) == len(missing), None
+        if not loads_all and self._states is not None:
+            _cancel(self._blocks, blocks)  # blocks before the snapshot are no use alone
             return False
         if state is not None:
             assert self._states is not None
             assert self._snapshots is not None
-            of_state = self._begin(self._states, [state])
-            row = self._snapshots.begin_fill(state) if of_state else None
-            if row is None:
-                self._cancel(self._states, of_state)
-                self._cancel(self._blocks, parts)
+            rows = self._states.begin_load([state])
+            place = self._snapshots.begin_fill(state) if rows.slots else None
+            if place is None:
+                _cancel(self._states, rows)
+                _cancel(self._blocks, blocks)
                 return False
-        blocks = dict(zip(missing, parts, strict=False))  # later blocks are computed
-        if not blocks and row is None:
+            of_state = place, rows
+        if not num_blocks and of_state is None:
             return False
-        count = len(hashes) if len(parts) == len(missing) else max(blocks) + 1
-        fill = self._group.begin_fill(request, count)
+        indices = missing[:num_blocks]  # later blocks are computed
+        fill = self._group.begin_fill(request, len(hashes) if loads_all else indices[-1] + 1)
         self._num_loads += 1
-        self._loads[self._num_loads] = Load(fill, held, blocks, None if row is None else (row, of_state[0]))
-        copies = {BLOCKS: _copies(parts, [fill.blocks[index] for index in blocks])}
-        if row is not None:
-            copies[STATES] = _copies(of_state, [row])
+        self._loads[self._num_loads] = Load(fill, held, blocks, indices, of_state)
+        copies = {BLOCKS: blocks.copies([fill.blocks[index] for index in indices])}
+        if of_state is not None:
+            copies[STATES] = of_state[1].copies([of_state[0]])
         self._tell(LOAD, number=self._num_loads, copies=copies)
         return True
-
-    def _begin(self, kept: KeptRows, hashes: Sequence[bytes]) -> list[Part]:
-        found = zip(hashes, kept.begin_load(hashes), strict=False)
-        return [Part(block_hash, slot, name) for block_hash, (slot, name) in found]
-
-    def _cancel(self, kept: KeptRows, parts: Sequence[Part]) -> None:
-        for part in parts:
-            kept.end_load(part.block_hash, part.slot, forget=part.name is not None)
 
     def reconsiders(self) -> bool:
         if self._loads:
@@ -324,27 +306,27 @@ class HostBlocks(PlanFeature):
 
     def _end_load(self, load: Load) -> None:
         assert self._group is not None
-        filled = {index for index, part in load.blocks.items() if self._end_part(self._blocks, load, part)}
+        places = self._end_rows(self._blocks, load, load.blocks)
         if load.state is not None:
             assert self._states is not None
             assert self._snapshots is not None
-            slot, part = load.state
-            self._snapshots.end_fill(slot, filled=self._end_part(self._states, load, part))
-        self._group.end_fill(load.fill, filled)
+            slot, rows = load.state
+            self._snapshots.end_fill(slot, filled=bool(self._end_rows(self._states, load, rows)))
+        self._group.end_fill(load.fill, {load.indices[place] for place in places})
         if (request := load.fill.request) in self._has_waited and not load.is_stale:
             self._has_waited[request] = load.held
         self._any_arrived = True
 
-    def _end_part(self, kept: KeptRows, load: Load, part: Part) -> bool:
-        """Record that the copy of a row has ended. Return whether the row on the device has valid contents."""
-        has_failed = part.name in load.failed
-        if has_failed and part.name is not None:
-            self._files.lose(part.name)
-        kept.end_load(part.block_hash, part.slot, forget=has_failed and not load.is_stale)
-        is_there = not has_failed and not load.is_stale
-        kept.loaded += is_there
-        self._counts["read" if kept is self._blocks else "read_states"] += part.name is not None and not has_failed
-        return is_there
+    def _end_rows(self, kept: KeptRows, load: Load, rows: RowsToLoad) -> Sequence[int]:
+        """Record that copies have ended. Return the places in `rows` of those with valid contents on the device."""
+        failed = {place for place, name in rows.files.items() if name in load.failed}
+        for place in failed:
+            self._files.lose(rows.files[place])
+        kept.end_load(rows, () if load.is_stale else failed)
+        self._counts["read" if kept is self._blocks else "read_states"] += len(rows.files) - len(failed)
+        places = () if load.is_stale else [place for place in range(len(rows.slots)) if place not in failed]
+        kept.loaded += len(places)
+        return places
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         hits = max(0, request.num_computed_tokens - self._has_waited.pop(request, sys.maxsize))
@@ -390,6 +372,6 @@ class HostBlocks(PlanFeature):
             kept.slots.check_integrity()
 
 
-def _copies(parts: Sequence[Part], rows: list[int]) -> Copies:
-    files = [(part.slot, part.name) for part in parts if part.name is not None]
-    return Copies([part.slot for part in parts], rows, files)
+def _cancel(kept: KeptRows, rows: RowsToLoad) -> None:
+    """End a load of which no copy was begun: slots do not have what the files were to be read for."""
+    kept.end_load(rows, rows.files)

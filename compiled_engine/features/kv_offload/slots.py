@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class Slots:
     """Assigns `count` slots to block hashes. If none is free, the least recently used unpinned slot is reassigned.
+
+    Methods take many hashes or slots at once, as a long prefix has thousands.
 
     Raises ValueError if `count` is less than 1.
     """
@@ -26,33 +30,40 @@ class Slots:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slots
 
-    def use(self, block_hash: bytes) -> int | None:
-        """Mark the slot with this hash as the most recently used one. Return it, or None if no slot has the hash."""
-        if block_hash not in self._slots:
-            return None
-        self._slots.move_to_end(block_hash)
-        return self._slots[block_hash]
+    def use(self, hashes: Sequence[bytes]) -> list[int | None]:
+        """Mark the slots with these hashes as the most recently used ones, the last hash's as the newest.
 
-    def take(self, block_hash: bytes) -> int | None:
-        """Assign a slot to a new hash. Return the slot, or None if all slots are pinned."""
-        if self._free:
-            slot = self._free.pop()
-        else:
-            oldest = next((known for known, slot in self._slots.items() if slot not in self._pins), None)
-            if oldest is None:
-                return None
-            slot = self._slots.pop(oldest)
-        self._slots[block_hash] = slot
-        return slot
+        Return the slot of each hash, None if no slot has the hash.
+        """
+        found = [*map(self._slots.get, hashes)]
+        for block_hash, slot in zip(hashes, found, strict=True):
+            if slot is not None:
+                self._slots.move_to_end(block_hash)
+        return found
 
-    def pin(self, slot: int) -> None:
-        """Keep a slot from being given to another hash until `unpin` was called as often as `pin`."""
-        self._pins[slot] += 1
+    def take(self, hashes: Sequence[bytes]) -> list[int]:
+        """Assign slots to hashes that are new and distinct, and return the slots.
 
-    def unpin(self, slot: int) -> None:
-        self._pins[slot] -= 1
-        if not self._pins[slot]:
-            del self._pins[slot]
+        If there are fewer slots that are not pinned, only the first hashes get one.
+        """
+        slots = [self._free.pop() for _ in range(min(len(hashes), len(self._free)))]
+        if len(slots) < len(hashes):
+            unpinned = (known for known, slot in self._slots.items() if slot not in self._pins)
+            slots += map(self._slots.pop, [*islice(unpinned, len(hashes) - len(slots))])
+        self._slots.update(zip(hashes, slots, strict=False))
+        return slots
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep slots from being given to other hashes until `unpin` was called for each as often as `pin`."""
+        self._pins.update(slots)
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        pins = self._pins
+        for slot in slots:
+            if pins[slot] > 1:
+                pins[slot] -= 1
+                continue
+            pins.pop(slot)  # quicker than Counter.__delitem__
             if slot in self._dropped:
                 self._dropped.remove(slot)
                 self._free.append(slot)
