@@ -16,6 +16,8 @@ from compiled_engine.sampling.params import SamplingParams
 
 CONTEXT = 64  # tokens of the prompts of decodes
 STEPS_ALONE = 32
+# Seconds between steps while files are written. Few steps are run, as they fill the KV cache.
+PATIENCE_S = 0.02
 # The cases: the prefix is computed, found in the KV cache, and found outside it after other prompts have evicted it.
 COMPUTED, CACHED, RETURNED = "computed", "cached", "returned"
 
@@ -57,11 +59,20 @@ def _sample(
             core.step()
         found = {"alone": (0.0, (time.perf_counter() - begun) / STEPS_ALONE * 1e3)}
         found[COMPUTED] = _first_token_ms(core, f"{number}.{COMPUTED}", [*prefix, 1])
+        _until_written(llm, core)
         found[CACHED] = _first_token_ms(core, f"{number}.{CACHED}", [*prefix, 2])
         for other, prompt in enumerate(random_prompts(llm, generator, [prefix_len] * _num_evicting(llm, prefix_len))):
             _first_token_ms(core, f"{number}.{other}", prompt)
+            _until_written(llm, core)
         found[RETURNED] = _first_token_ms(core, f"{number}.{RETURNED}", [*prefix, 3])
     return found
+
+
+def _until_written(llm: LLM, core: EngineCore) -> None:
+    """Run steps until no file is being written: a block whose file is not whole cannot be read from it."""
+    while llm.metrics()["kv_offload_writing"]:
+        time.sleep(PATIENCE_S)
+        core.step()
 
 
 def _num_evicting(llm: LLM, prefix_len: int) -> int:

@@ -34,6 +34,7 @@ GAUGES = {
     "kv_offload_states": ("kv_offload_states", "Snapshots of recurrent states in host memory."),
     "kv_offload_state_slots": ("kv_offload_state_slots", "Snapshots that host memory has room for."),
     "kv_offload_files": ("kv_offload_files", "Blocks and snapshots that have files."),
+    "kv_offload_writing": ("kv_offload_writing", "Files that are being written."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
     "graph_bytes_predicted": ("graph_memory_predicted_bytes", "Memory of the CUDA graphs as predicted."),

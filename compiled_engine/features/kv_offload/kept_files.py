@@ -43,8 +43,9 @@ class KeptFiles:
         return self._index is not None and self.are_used and name in self._index
 
     @property
-    def is_writing(self) -> bool:
-        return bool(self._writes)
+    def num_writing(self) -> int:
+        """The number of files that are being written."""
+        return len(self._writes)
 
     def use(self, name: str) -> None:
         """Make a file the most recently used one."""

@@ -42,13 +42,15 @@ COUNTERS = (
     *("kv_offload_store_bytes", "kv_offload_load_bytes"),  # of a rank
 )
 GAUGES = (
-    *("kv_offload_blocks", "kv_offload_slots", "kv_offload_files"),
+    *("kv_offload_blocks", "kv_offload_slots", "kv_offload_files", "kv_offload_writing"),
     *("kv_offload_states", "kv_offload_state_slots"),
 )
 # Least tokens that are loaded: fewer are computed again about as fast.
 LEAST_TOKENS = 256
 # Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
 TOGETHER = 32
+# Steps between two checks for written files, whose slots may then be given away.
+CHECK_WRITES_EVERY = 16
 # Seconds between two checks for finished copies while no step is in flight.
 PATIENCE_S = 0.0003
 
@@ -161,7 +163,7 @@ class HostBlocks(PlanFeature):
         if self._follows:
             step.output.extras[NAME] = self._follows
             self._follows = 0
-        if self._loads:
+        if self._loads or (self._files.num_writing and self._num_steps % CHECK_WRITES_EVERY == 0):
             self._look()
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
@@ -172,7 +174,7 @@ class HostBlocks(PlanFeature):
             self._save(rows)
 
     def _save(self, rows_of_kinds: Sequence[Sequence[int]]) -> None:
-        if self._files.is_writing:
+        if self._files.num_writing:
             self._look()  # slots of files that are written may be given away
         made = {
             kept.kind: kept.begin_save(rows, self._num_saves + 1)
@@ -253,7 +255,7 @@ class HostBlocks(PlanFeature):
         of the blocks to load. state: hash of the snapshot to load; None for none.
         """
         assert self._group is not None
-        if self._files.is_writing:
+        if self._files.num_writing:
             self._look()
         self._has_waited[request] = sys.maxsize
         blocks = self._blocks.begin_load([hashes[index] for index in missing])
@@ -355,6 +357,7 @@ class HostBlocks(PlanFeature):
             "blocks": len(self._blocks.slots),
             "slots": self._blocks.slots.count,
             "files": len(self._files),
+            "writing": self._files.num_writing,
         }
         if (states := self._states) is not None:
             found |= {"saved_states": states.saved, "loaded_states": states.loaded}

@@ -3,13 +3,13 @@
 On a GPU, copies run on a separate stream, one after the other and after the steps that were submitted before. Steps do
 not wait for copies, except before they reuse a row that is being copied. A thread launches the copies, since a long
 prefix takes more launches than a stream's queue holds. On a CPU, copies are made at once. Other threads read and write
-files.
+files. The files of a load are read in pieces, and a piece is copied while others are being read.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +36,30 @@ from compiled_engine.process.progress import Progress
 
 # Threads that read files: one alone is slower than the bus.
 NUM_READERS = 8
+# Most files that a thread reads before their rows are copied together. More would overlap less.
+MOST_FILES = 8
 
 Launched = Future[torch.cuda.Event | None]
 """The event after copies, once they are launched; None on a CPU."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """Rows of a load of one kind that are copied together, once their files are read."""
+
+    kind: str
+    copies: Copies
+    failed: Future[set[int]]  # slots whose file could not be read
+    launched: Launched | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.launched is not None and _has_ended(self.launched)
+
+    def failed_files(self) -> list[str]:
+        """Return the names of the files that could not be read; all files must have been tried."""
+        failed = self.failed.result()
+        return [name for slot, name in self.copies.files if slot in failed]
 
 
 @dataclass(eq=False)
@@ -46,9 +67,8 @@ class PendingLoad:
     """A load that has not ended."""
 
     number: int
-    copies: dict[str, Copies]  # by kind
-    reads: dict[str, Future[bool]]  # by file name: whether the file could be read
-    launched: Launched | None = None
+    after: torch.cuda.Event | None  # the end of the steps that the copies follow; None on a CPU
+    pieces: list[Piece]
 
 
 class StepHostBlocks(StepFeature):
@@ -88,7 +108,7 @@ class StepHostBlocks(StepFeature):
         for rows in self._kinds.values():
             rows.allocate_slots()
             for copy in (rows.copy_out, rows.copy_in):
-                self._launch(partial(copy, [0], [0])).result()
+                self._launch(partial(copy, [0], [0]), self._steps_so_far()).result()
             rows.stored = rows.loaded = 0
         if self._stream is not None:
             self._stream.synchronize()
@@ -113,7 +133,7 @@ class StepHostBlocks(StepFeature):
         the slots to write in `Copies.files`.
         """
         made = {kind: Copies(*each) for kind, each in copies.items()}
-        launched = self._launch(partial(self._copy_out, made))
+        launched = self._launch(partial(self._copy_out, made), self._steps_so_far())
         self._saves.append((number, launched))
         for kind, each in made.items():
             for slot, name in each.files:
@@ -127,32 +147,34 @@ class StepHostBlocks(StepFeature):
         Files are first read into the slots of `Copies.files`. copies: by kind of row.
         """
         made = {kind: Copies(*each) for kind, each in copies.items()}
-        reads = {}
+        load = PendingLoad(number, self._steps_so_far(), [])
         if any(each.files for each in made.values()):
-            before = self._launch(lambda: None)  # copies from and to these slots may be running
-            reads = {
-                name: self._readers.submit(self._read, name, kind, slot, before)
-                for kind, each in made.items()
-                for slot, name in each.files
-            }
-        self._loads.append(PendingLoad(number, made, reads))
+            before = self._launch(lambda: None, load.after)  # copies from and to these slots may be running
+            for kind, each in made.items():
+                for piece in _pieces_of_files(each):
+                    load.pieces.append(Piece(kind, piece, self._readers.submit(self._read, kind, piece.files, before)))
+        for kind, each in made.items():
+            read: Future[set[int]] = Future()
+            read.set_result(set())
+            in_memory = _without(each, dict(each.files))
+            if in_memory.slots:
+                load.pieces.append(Piece(kind, in_memory, read))
+        self._loads.append(load)
         self._launch_loads()
 
     def _copy_out(self, copies: Mapping[str, Copies]) -> None:
         for kind, each in copies.items():
             self._kinds[kind].copy_out(each.slots, each.rows)
 
-    def _copy_in(self, copies: Mapping[str, Copies]) -> None:
-        for kind, each in copies.items():
-            self._kinds[kind].copy_in(each.slots, each.rows)
-
     def _write(self, name: str, kind: str, slot: int, before: Launched) -> bool:
         _wait_for(before)
         return self._open_files.write(name, self._kinds[kind].slot(slot))
 
-    def _read(self, name: str, kind: str, slot: int, before: Launched) -> bool:
+    def _read(self, kind: str, files: Sequence[tuple[int, str]], before: Launched) -> set[int]:
+        """Read files into slots, and return the slots whose file could not be read."""
         _wait_for(before)
-        return self._open_files.read(name, self._kinds[kind].slot(slot))
+        rows = self._kinds[kind]
+        return {slot for slot, name in files if not self._open_files.read(name, rows.slot(slot))}
 
     @property
     def _open_files(self) -> BlockFiles:
@@ -161,41 +183,47 @@ class StepHostBlocks(StepFeature):
 
     def _launch_loads(self) -> None:
         for load in self._loads:
-            if load.launched is None and all(read.done() for read in load.reads.values()):
-                load.launched = self._launch(partial(self._copy_in, _without_failed(load)))
+            for piece in load.pieces:
+                if piece.launched is None and piece.failed.done():
+                    good = _without(piece.copies, piece.failed.result())
+                    copy = partial(self._kinds[piece.kind].copy_in, good.slots, good.rows)
+                    piece.launched = self._launch(copy, load.after)
 
     def arrived(self) -> Arrived:
-        """Launch the loads whose files are read.
+        """Launch the copies of the pieces whose files are read.
 
         Return the loads and file writes that have ended since the last call.
         """
         self._launch_loads()
-        ended = [load for load in self._loads if load.launched is not None and _has_ended(load.launched)]
+        ended = [load for load in self._loads if all(piece.has_ended for piece in load.pieces)]
         self._loads = [load for load in self._loads if load not in ended]
         while self._saves and _has_ended(self._saves[0][1]):
             self._saves.popleft()
-        loads = [(load.number, [name for name, read in load.reads.items() if not read.result()]) for load in ended]
+        loads = [(load.number, [name for piece in load.pieces for name in piece.failed_files()]) for load in ended]
         done = [*takewhile(lambda each: each[1].done(), self._writes)]  # one thread writes them in this order
         self._writes = self._writes[len(done) :]
         return Arrived(loads, [(name, write.result()) for name, write in done])
 
-    def _launch(self, copies: Callable[[], None]) -> Launched:
-        """Make the thread launch copies that run after the steps submitted so far. Return their future.
+    def _launch(self, copies: Callable[[], None], after: torch.cuda.Event | None) -> Launched:
+        """Make the thread launch copies that run after an event. Return their future.
 
-        On a CPU, the copies are made at once. copies: a function that launches them.
+        On a CPU, the copies are made at once. copies: a function that launches them. after: from `_steps_so_far`.
         """
-        if self._launcher is None:
+        if self._launcher is None or after is None:
             made: Launched = Future()
             copies()
             made.set_result(None)
             return made
-        before = torch.cuda.current_stream(self._device).record_event()
-        return self._launcher.submit(self._copy_on_stream, copies, before)
+        return self._launcher.submit(self._copy_on_stream, copies, after)
 
-    def _copy_on_stream(self, copies: Callable[[], None], before: torch.cuda.Event) -> torch.cuda.Event:
+    def _steps_so_far(self) -> torch.cuda.Event | None:
+        """Return an event at the end of the steps that were submitted; None on a CPU."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def _copy_on_stream(self, copies: Callable[[], None], after: torch.cuda.Event) -> torch.cuda.Event:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
-            before.wait()
+            after.wait()
             copies()
             return self._stream.record_event()
 
@@ -220,15 +248,22 @@ class StepHostBlocks(StepFeature):
         self._kinds.clear()
 
 
-def _without_failed(load: PendingLoad) -> dict[str, Copies]:
-    """Return the copies of a load by kind of row, without the slots whose file could not be read."""
-    failed = {name for name, read in load.reads.items() if not read.result()}
-    found = {}
-    for kind, copies in load.copies.items():
-        lost = {slot for slot, name in copies.files if name in failed}
-        pairs = [pair for pair in zip(copies.slots, copies.rows, strict=True) if pair[0] not in lost]
-        found[kind] = Copies([slot for slot, _ in pairs], [row for _, row in pairs], [])
-    return found
+def _pieces_of_files(copies: Copies) -> Iterator[Copies]:
+    """Yield the copies whose slots have files, in pieces: one for each thread at least, if there are enough."""
+    row_of = dict(zip(copies.slots, copies.rows, strict=True))
+    size = min(MOST_FILES, -(-len(copies.files) // NUM_READERS))
+    for first in range(0, len(copies.files), size or 1):
+        files = copies.files[first : first + size]
+        slots = [slot for slot, _ in files]
+        yield Copies(slots, [row_of[slot] for slot in slots], files)
+
+
+def _without(copies: Copies, slots: Collection[int]) -> Copies:
+    """Return copies without those of `slots`, and without files."""
+    if not slots:
+        return Copies(copies.slots, copies.rows, [])
+    kept = [place for place, slot in enumerate(copies.slots) if slot not in slots]
+    return Copies([copies.slots[place] for place in kept], [copies.rows[place] for place in kept], [])
 
 
 def _has_ended(launched: Launched) -> bool:
