@@ -139,6 +139,7 @@ PLANNING = (
     "features.kv_events.plan",
     "features.kv_events.publisher",
     "features.kv_offload.block_files",
+    "features.kv_offload.break_even",
     "features.kv_offload.extras",
     "features.kv_offload.file_index",
     "features.kv_offload.kept_files",

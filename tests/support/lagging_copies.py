@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,14 @@ class LaggingCopies:
     """Copies between the slots of a fake runner's KV cache and its snapshots, those of host memory, and files.
 
     Two ranks report what has ended, at different times. lag: probability that work which may be done is not. faults:
-    probability that a rank cannot write a file, or cannot read it.
+    probability that a rank cannot write a file, or cannot read it. copy_seconds: what both ranks say that the copy of
+    a row takes.
     """
 
-    def __init__(self, rng: random.Random, lag: float = 0.6, faults: float = 0.0) -> None:
-        self._rng, self.lag, self._faults = rng, lag, faults
+    def __init__(
+        self, rng: random.Random, lag: float = 0.6, faults: float = 0.0, copy_seconds: Mapping[str, float] | None = None
+    ) -> None:
+        self._rng, self.lag, self._faults, self._copy_seconds = rng, lag, faults, copy_seconds or {}
         self._copies: deque[tuple[int, Callable[[], None]]] = deque()  # with numbers of saves; 0: a load
         self._num_copies = 0  # made so far
         self._file_work: list[tuple[int, Callable[[], Any]]] = []  # and the number of copies that precede it
@@ -38,6 +41,8 @@ class LaggingCopies:
         if name == extras.ARRIVED:
             self.do_some()
             return [self._report(rank) for rank in range(NUM_RANKS)]
+        if name == extras.COPY_SECONDS:
+            return [self._copy_seconds] * NUM_RANKS
         if name == extras.SAVE:
             self._save(**given)
         elif name == extras.LOAD:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 NAME = "kv_offload"
 
 # Control calls, methods of StepHostBlocks.
-SAVE, LOAD, ARRIVED, OPEN_FILES = "save", "load", "arrived", "open_files"
+SAVE, LOAD, ARRIVED, OPEN_FILES, COPY_SECONDS = "save", "load", "arrived", "open_files", "copy_seconds"
 
 # Kinds of rows: blocks of the KV cache, and snapshots of recurrent states.
 BLOCKS, STATES = "blocks", "states"

@@ -7,6 +7,7 @@ the bus is large.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class HostRows:
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
         self._tensors, self._num_slots, self._device = tensors, num_slots, device
         self._host: PinnedMemory | None = None
+        self._layers: LayerRows | None = None
         self.stored = self.loaded = 0
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -56,7 +58,14 @@ class HostRows:
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
 
     def allocate_slots(self) -> None:
+        """Allocate host memory. The tensors are not replaced from now on."""
         self._host = PinnedMemory(self._num_slots * self.row_bytes, pinned=self._device.type == "cuda")
+        self._layers = LayerRows(self._tensors())
+
+    @property
+    def num_at_once(self) -> int:
+        """The number of rows that are copied together."""
+        return min(len(self._staging), *(len(each) for each in self._tensors() if each.numel()))
 
     def slot(self, slot: int) -> memoryview:
         """Return a view of the bytes of a slot in host memory."""
@@ -65,32 +74,32 @@ class HostRows:
     @torch.inference_mode()
     def copy_out(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Copy each row on the device to its slot, on a GPU in the current stream. slots, rows: of equal length."""
+        assert self._layers is not None
         self.stored += len(rows)
-        layers = LayerRows(self._tensors())
+        in_host = self._slots
         for part_slots, part_rows in self._divided(slots, rows):
-            indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
-            layers.gather(indices, staging)
-            for start, stop in _runs(part_slots):
-                first = part_slots[start]
-                self._slots[first : first + stop - start].copy_(staging[start:stop], non_blocking=True)
+            indices, staging = upload(part_rows, self._device), self._staging[: len(part_rows)]
+            self._layers.gather(indices, staging)
+            for first, run in _runs(part_slots):
+                in_host[first : first + run.stop - run.start].copy_(staging[run], non_blocking=True)
 
     @torch.inference_mode()
     def copy_in(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Copy each slot to its row on the device, on a GPU in the current stream. slots, rows: of equal length."""
+        assert self._layers is not None
         self.loaded += len(rows)
-        layers = LayerRows(self._tensors())
+        in_host = self._slots
         for part_slots, part_rows in self._divided(slots, rows):
-            indices, staging = upload(np.array(part_rows), self._device), self._staging[: len(part_rows)]
-            for start, stop in _runs(part_slots):
-                first = part_slots[start]
-                staging[start:stop].copy_(self._slots[first : first + stop - start], non_blocking=True)
-            layers.scatter(indices, staging)
+            indices, staging = upload(part_rows, self._device), self._staging[: len(part_rows)]
+            for first, run in _runs(part_slots):
+                staging[run].copy_(in_host[first : first + run.stop - run.start], non_blocking=True)
+            self._layers.scatter(indices, staging)
 
     def close(self) -> None:
         """Free the host memory and the staging buffer. No copy may be running."""
         if self._host is not None:
             self._host.close()
-        self._host = None
+        self._host = self._layers = None
         self._tensors, self._staging = tuple, torch.empty(0)
 
     def _count_bytes(self) -> int:
@@ -101,18 +110,17 @@ class HostRows:
         assert self._host is not None
         return self._host.bytes.view(self._num_slots, self.row_bytes)
 
-    def _divided(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    def _divided(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ascending slots and their rows, in parts that fit the staging buffer."""
-        pairs = sorted(zip(slots, rows, strict=True))
-        for start in range(0, len(pairs), len(self._staging)):
-            part = pairs[start : start + len(self._staging)]
-            yield [slot for slot, _ in part], [row for _, row in part]
+        slots_N, rows_N = np.array(slots, np.int64), np.array(rows, np.int64)
+        order_N = np.argsort(slots_N)
+        for start in range(0, len(order_N), len(self._staging)):
+            part = order_N[start : start + len(self._staging)]
+            yield slots_N[part], rows_N[part]
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) for each run of consecutive numbers: indices into `numbers`."""
-    start = 0
-    for place in range(1, len(numbers) + 1):
-        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
-            yield start, place
-            start = place
+def _runs(numbers_N: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Yield (first number, indices) for each run of consecutive numbers."""
+    starts = np.flatnonzero(np.diff(numbers_N, prepend=-2) != 1).tolist()
+    for start, stop in pairwise([*starts, len(numbers_N)]):
+        yield int(numbers_N[start]), slice(start, stop)

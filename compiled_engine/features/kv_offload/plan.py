@@ -30,7 +30,17 @@ from compiled_engine.engine.messages import ControlCall, RunnerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
-from compiled_engine.features.kv_offload.extras import ARRIVED, BLOCKS, LOAD, NAME, OPEN_FILES, SAVE, STATES
+from compiled_engine.features.kv_offload.break_even import BreakEven
+from compiled_engine.features.kv_offload.extras import (
+    ARRIVED,
+    BLOCKS,
+    COPY_SECONDS,
+    LOAD,
+    NAME,
+    OPEN_FILES,
+    SAVE,
+    STATES,
+)
 from compiled_engine.features.kv_offload.file_index import STATE_SUFFIX, FileIndex
 from compiled_engine.features.kv_offload.kept_files import KeptFiles
 from compiled_engine.features.kv_offload.kept_rows import KeptRows, RowsToLoad
@@ -45,8 +55,6 @@ GAUGES = (
     *("kv_offload_blocks", "kv_offload_slots", "kv_offload_files", "kv_offload_writing"),
     *("kv_offload_states", "kv_offload_state_slots"),
 )
-# Least tokens that are loaded: fewer are computed again about as fast.
-LEAST_TOKENS = 256
 # Blocks that are copied together, unless no step is in flight: the ranks' launches cost about the same for one block.
 TOGETHER = 32
 # Steps between two checks for written files, whose slots may then be given away.
@@ -74,8 +82,9 @@ class HostBlocks(PlanFeature):
 
     Implements BlockWatcher and PlaceWatcher. call_ranks: Executor.call. files: the index of the rows' files; None: no
     files. snapshots: the snapshots of the prefix cache, with `num_state_slots` slots of host memory; None: the model
-    has no recurrences. least_tokens: rows are copied back only if this saves computing at least so many tokens.
-    together: number of blocks that are saved together while steps are in flight.
+    has no recurrences. least_tokens: rows are copied back only if this saves computing at least so many tokens; None:
+    measured times say how many, see break_even.py. together: number of blocks that are saved together while steps are
+    in flight.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class HostBlocks(PlanFeature):
         *,
         snapshots: FillableResource | None = None,
         num_state_slots: int = 0,
-        least_tokens: int = LEAST_TOKENS,
+        least_tokens: int | None = None,
         together: int = TOGETHER,
     ) -> None:
         self._call_ranks, self._least_tokens, self._together = call_ranks, least_tokens, together
@@ -108,6 +117,7 @@ class HostBlocks(PlanFeature):
         self._counts = dict.fromkeys(("queries", "hits", "read", "read_states"), 0)
         if files is not None:
             self._tell(OPEN_FILES, folder=str(files.folder))
+        self._break_even = BreakEven(self._tell(COPY_SECONDS) if least_tokens is None else ())
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
         """Watch the group of blocks, if there is one. Return no resource, since requests hold no slots."""
@@ -160,6 +170,8 @@ class HostBlocks(PlanFeature):
     def planned(self, step: StepInFlight) -> None:
         self._num_steps = step.output.step
         self._in_flight.add(self._num_steps)
+        num_prompt_tokens = step.output.num_tokens - len(step.output.counts) * step.decode_tokens
+        self._break_even.planned(self._num_steps, num_prompt_tokens, time.perf_counter())
         if self._follows:
             step.output.extras[NAME] = self._follows
             self._follows = 0
@@ -168,6 +180,7 @@ class HostBlocks(PlanFeature):
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
         self._in_flight.remove(step.output.step)
+        self._break_even.updated(step.output.step, time.perf_counter())
         rows = [kept.written_by(step.output.step) for kept in self._kinds]
         blocks, states = rows[0], rows[1:]
         if any(states) or (blocks and (len(blocks) >= self._together or not self._in_flight)):
@@ -186,6 +199,7 @@ class HostBlocks(PlanFeature):
 
     def failed(self) -> None:
         self._in_flight.clear()
+        self._break_even.failed()
         self._follows = self._num_saves  # steps that followed a save may not have run
         self._num_steps += 1  # a step may have failed while it was planned
 
@@ -194,7 +208,7 @@ class HostBlocks(PlanFeature):
     def may_start(self, request: Request) -> bool:
         """Return whether a request may be admitted. If not, it waits for rows of its prefix to be copied to the device.
 
-        Begins that load if it saves computing at least `least_tokens` tokens and the KV cache has room for the request.
+        Begins that load if it saves computing enough tokens and the KV cache has room for the request.
         """
         group = self._group
         if group is None or request.computes_every_token or request in self._has_waited:
@@ -213,9 +227,16 @@ class HostBlocks(PlanFeature):
         held = group.longest_prefix(request, count * size)
         if self._snapshots is not None:
             held = self._snapshots.longest_prefix(request, held)
-        if count * size - held < self._least_tokens or not self._has_room(request):
+        if count * size - held < self._least(has_state=state is not None) or not self._has_room(request):
             return True
         return not self._load(request, held, hashes[:count], missing, state)
+
+    def _least(self, *, has_state: bool) -> int:
+        """Return how many tokens a load must save. has_state: it loads a snapshot, too."""
+        assert self._group is not None
+        if self._least_tokens is not None:
+            return self._least_tokens
+        return self._break_even.least_tokens(self._group.block_size, has_state=has_state)
 
     def _kept_prefix(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
         """Return how many leading blocks of a prefix are stored anywhere, and the indices of those to load.
@@ -358,6 +379,7 @@ class HostBlocks(PlanFeature):
             "slots": self._blocks.slots.count,
             "files": len(self._files),
             "writing": self._files.num_writing,
+            "least_tokens": 0 if self._group is None else self._least(has_state=False),
         }
         if (states := self._states) is not None:
             found |= {"saved_states": states.saved, "loaded_states": states.loaded}

@@ -8,6 +8,7 @@ files. The files of a load are read in pieces, and a piece is copied while other
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.features.kv_offload.block_files import BlockFiles
 from compiled_engine.features.kv_offload.extras import (
     ARRIVED,
+    COPY_SECONDS,
     LOAD,
     NAME,
     OPEN_FILES,
@@ -78,7 +80,7 @@ class StepHostBlocks(StepFeature):
     """
 
     name = NAME
-    calls = (SAVE, LOAD, ARRIVED, OPEN_FILES)
+    calls = (SAVE, LOAD, ARRIVED, OPEN_FILES, COPY_SECONDS)
 
     def __init__(self, kinds: Mapping[str, HostRows], device: torch.device, rank: int) -> None:
         self._kinds, self._device, self._rank = dict(kinds), device, rank
@@ -89,6 +91,7 @@ class StepHostBlocks(StepFeature):
         self._loads: list[PendingLoad] = []
         self._writes: list[tuple[str, Future[bool]]] = []
         self._files: BlockFiles | None = None
+        self._copy_seconds: dict[str, float] = {}
 
     def compile_kernels(self) -> None:
         for rows in self._kinds.values():
@@ -104,14 +107,24 @@ class StepHostBlocks(StepFeature):
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the slots, and copy one in both directions, so that all kernels of the copies are loaded now."""
-        for rows in self._kinds.values():
+        """Allocate the slots, and copy some in both directions, so that all kernels of the copies are loaded now.
+
+        On a GPU, the copies back are timed, see `copy_seconds`.
+        """
+        for kind, rows in self._kinds.items():
             rows.allocate_slots()
+            places = [0] if self._stream is None else [*range(rows.num_at_once)]
             for copy in (rows.copy_out, rows.copy_in):
-                self._launch(partial(copy, [0], [0]), self._steps_so_far()).result()
+                _wait_for(self._launch(partial(copy, places, places), self._steps_so_far()))
+            if self._stream is not None:
+                begun_s = time.perf_counter()
+                _wait_for(self._launch(partial(rows.copy_in, places, places), self._steps_so_far()))
+                self._copy_seconds[kind] = (time.perf_counter() - begun_s) / len(places)
             rows.stored = rows.loaded = 0
-        if self._stream is not None:
-            self._stream.synchronize()
+
+    def copy_seconds(self) -> dict[str, float]:
+        """Return the seconds that the copy of a row to the device takes, by kind of row; {} on a CPU."""
+        return self._copy_seconds
 
     def begin(self, step: SchedulerOutput) -> None:
         """If the step reuses rows that a save still copies, make the device run the step after that save."""

@@ -18,6 +18,8 @@ from simulated_engine import SimulatedEngine
 
 from compiled_engine.engine.block_pool import hash_blocks
 from compiled_engine.features.kv_offload.block_files import BlockFiles
+from compiled_engine.features.kv_offload.break_even import FIRST_GUESS, NEVER
+from compiled_engine.features.kv_offload.extras import BLOCKS
 from compiled_engine.features.kv_offload.file_index import FileIndex
 from compiled_engine.features.kv_offload.plan import HostBlocks
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
@@ -65,6 +67,26 @@ def test_few_tokens_are_computed_again() -> None:
     assert found[0][0] == 24
     for least, (cached, loaded) in zip((1, 16, 17, 24, 25), found, strict=True):
         assert (cached, loaded) == ((24, num_loaded) if least <= 4 * num_loaded else (24 - 4 * num_loaded, 0))
+
+
+def test_the_least_tokens_of_a_load_follow_measured_times() -> None:
+    """Copies take so long that no load pays once steps were timed."""
+    copies = LaggingCopies(random.Random(0), copy_seconds={BLOCKS: 1e6})
+    blocks = HostBlocks(500, copies.call)
+    engine = SimulatedEngine(
+        block_size=4, num_blocks=80, budget=400, max_num_seqs=2, max_model_len=400, further=[blocks], copies=copies
+    )
+    found = []
+    for name in (0, 1, 0, 2, 3, 4, 0):
+        record = engine.add(f"r{len(found)}", [name] * 301, params=SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.run()
+        metrics = blocks.metrics()
+        found.append((record.num_cached_tokens, metrics["kv_offload_hits"], metrics["kv_offload_least_tokens"]))
+    (cached, hits, _), (cached_at_last, hits_at_last, _) = found[2], found[-1]
+    assert cached == 300 > cached_at_last
+    assert hits == hits_at_last > FIRST_GUESS
+    assert [least for _, _, least in found[:3]] == [FIRST_GUESS] * 3
+    assert found[-1][2] == NEVER
 
 
 def engine_with_states(num_snapshots: int, num_state_slots: int) -> tuple[SimulatedEngine, HostBlocks]:
