@@ -24,12 +24,19 @@ class HostRows:
     """Copies rows between the device and host memory.
 
     tensors: a function that returns the tensors of all layers, each [N, ...] with N rows; a tensor that layers share is
-    returned once. num_slots: number of rows for which host memory is allocated. `stored` and `loaded` count the rows
-    copied to host memory and back.
+    returned once. num_slots: number of rows for which host memory is allocated. staging_bytes: of the buffer on the
+    device. `stored` and `loaded` count the rows copied to host memory and back.
     """
 
-    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Sequence[torch.Tensor]],
+        num_slots: int,
+        device: torch.device,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
         self._tensors, self._num_slots, self._device = tensors, num_slots, device
+        self._staging_bytes = staging_bytes
         self._host: PinnedMemory | None = None
         self._layers: LayerRows | None = None
         self.stored = self.loaded = 0
@@ -54,7 +61,7 @@ class HostRows:
 
     def allocate_staging(self) -> None:
         row_bytes = self._count_bytes()
-        rows = max(1, min(self._num_slots, STAGING_BYTES // row_bytes))
+        rows = max(1, min(self._num_slots, self._staging_bytes // row_bytes))
         self._staging = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self._device)
 
     def allocate_slots(self) -> None:
