@@ -6,9 +6,9 @@ before its copy has begun is not copied.
 
 A request whose prefix has rows in host memory or in files is not admitted until these rows are copied back. Meanwhile
 blocks of the KV cache, and if needed the slot of a snapshot, are reserved for the copies. Then the prefix cache has the
-rows, and the request is admitted. A request waits once per admission; rows that are evicted before the admission are
-computed again, so that requests cannot wait for one another. With recurrences, a prefix ends at a snapshot, and later
-blocks are not copied back.
+rows, and the request is admitted. Rows that are computed sooner than copied are not waited for, see break_even.py. A
+request waits once per admission; rows that are evicted before the admission are computed again, so that requests cannot
+wait for one another. With recurrences, a prefix ends at a snapshot, and later blocks are not copied back.
 
 With files, each row that is copied to host memory is also written to a file. The file is read when the row is needed
 after its slot was given to another row, or after the engine was started again.
@@ -398,5 +398,5 @@ class HostBlocks(PlanFeature):
 
 
 def _cancel(kept: KeptRows, rows: RowsToLoad) -> None:
-    """End a load of which no copy was begun: slots do not have what the files were to be read for."""
+    """End a load before its copies begin. Slots whose files were to be read have no contents."""
     kept.end_load(rows, rows.files)
