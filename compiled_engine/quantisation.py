@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,6 +165,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class StoredWeight:
+    """How a checkpoint stores a parameter that it has under other names than the model, or in several tensors."""
+
+    name: str  # the parameter's, in the model
+    scheme: str  # for LinearScheme.parse; "" for a parameter that is not quantised
+    reason: str  # why it is not quantised; "" for others
+
+
+@dataclass(frozen=True)
 class Quantisation:
     """A model's quantised linears and their schemes.
 
@@ -176,6 +186,7 @@ class Quantisation:
     scale_name: str = "weight_scale"  # the checkpoint's name for the scale of a module's weight
     # How the checkpoint packs integers, see models/checkpoint/packed_weights.py; "" for none.
     layout: str = ""
+    stored: tuple[StoredWeight, ...] = ()  # parameters to which the rules do not apply by their own names
 
     def __post_init__(self) -> None:
         where = "quantization_ignore" if self.is_online else "quantization_config"
@@ -209,6 +220,23 @@ class Quantisation:
         """Return why the linear with this name is not quantised, for an error message."""
         ignoring = self._ignoring(module)
         return "no rule names it" if ignoring is None else f"{ignoring} is to be ignored"
+
+    def of_parameter(self, name: str, modules: Sequence[str]) -> LinearScheme | str:
+        """Return the scheme of the model's parameter `name`, or why it is not quantised.
+
+        modules: the names by which the rules know its matrices, if it is not in `stored`.
+        """
+        for each in self.stored:
+            if each.name == name:
+                return LinearScheme.parse(each.scheme) if each.scheme else each.reason
+        return self.of_modules(modules)
+
+    def of_modules(self, modules: Sequence[str]) -> LinearScheme | str:
+        """Return the scheme of a parameter that consists of the matrices of `modules`, or why it is not quantised."""
+        schemes = {self.scheme_of(module) for module in modules}
+        if len(schemes) > 1:
+            return "the rules differ among its matrices"
+        return next(iter(schemes)) or self.why_not(modules[0])
 
     def _ignoring(self, module: str) -> str | None:
         return next((target for target in self.ignore if matches(target, module)), None)

@@ -24,7 +24,7 @@ from torch import nn
 from compiled_engine.config import ImagesConfig, ModelConfig, RowState
 from compiled_engine.kv_format import halves_of
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.passes.linear.experts_codes import of_experts, projections_of
+from compiled_engine.passes.linear.experts_codes import modules_of, of_experts
 from compiled_engine.recurrence.states import without_drafts
 
 # Modules of vision towers that multiply embeddings, not patches.
@@ -121,12 +121,11 @@ def _attention(config: ModelConfig, model: nn.Module) -> Iterator[AttentionSizes
 def _stored_bytes(config: ModelConfig, name: str, parameter: torch.Tensor) -> int:
     """Return the bytes of a parameter, as codes and scales if the model's rules quantise it."""
     module, _, attribute = name.rpartition(".")
-    if parameter.dim() == 3 and (parts := projections_of(name)):
-        module, attribute = f"{module}.0.{parts[0]}", "weight"
-    scheme = None
-    if config.quantisation is not None and attribute == "weight" and parameter.dim() > 1:
-        scheme = config.quantisation.scheme_of(module)
-    if scheme is None:
+    modules = modules_of(name, 1) if parameter.dim() == 3 else (module,) * (attribute == "weight")
+    if config.quantisation is None or parameter.dim() < 2 or not modules:
+        return parameter.nbytes
+    scheme = config.quantisation.of_parameter(name, modules)
+    if isinstance(scheme, str):
         return parameter.nbytes
     *leading, rows, columns = parameter.shape
     rounding = of_experts(scheme.weight) if leading else scheme.weight

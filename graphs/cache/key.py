@@ -60,7 +60,9 @@ RECURRENCE_PACKAGES = ("recurrence",)
 # Fields of a model with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Fields of a quantised model.
-QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name", "layout"))
+QUANTISED_FIELDS = tuple(
+    f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name", "layout", "stored")
+)
 # Fields of a model that pools: its head, and those used outside the graph.
 POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(

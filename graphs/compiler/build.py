@@ -46,7 +46,7 @@ from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
-from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
+from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts, is_experts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.passes.rope.rope_angles import RopeAngles
@@ -54,7 +54,6 @@ from compiled_engine.passes.speech.hoist_encoder import KINDS, HoistEncoder
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.quantisation import LinearScheme, Quantisation
 
 # Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
 # and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
@@ -325,11 +324,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
-        textbook = config.model.transformers is None
-        if config.model.experts.count if textbook else _has_e2m1(config.model.quantisation):
-            found.append(
-                QuantiseExperts(config.model.quantisation, config.device, num_ranks, before, e2m1_alone=not textbook)
-            )
+        if any(map(is_experts, graph.find_nodes(op="placeholder"))):
+            found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
     if images is not None:
@@ -337,7 +333,3 @@ def structure_passes(
     if aux_layers:
         found.append(AuxHiddenStates(aux_layers))
     return tuple(found)
-
-
-def _has_e2m1(quantisation: Quantisation) -> bool:
-    return any(LinearScheme.parse(rule.scheme).weight.format.values for rule in quantisation.rules)

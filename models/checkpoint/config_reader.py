@@ -16,6 +16,7 @@ from compiled_engine.models.checkpoint.config_overrides import with_overrides
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.mtp_layer import without_mtp_layers
 from compiled_engine.models.checkpoint.pooling_folder import (
     PoolingOptions,
     causal_name,
@@ -27,8 +28,10 @@ from compiled_engine.models.checkpoint.pooling_folder import (
 )
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
+from compiled_engine.models.checkpoint.stored_tensors import stored_tensors
+from compiled_engine.models.checkpoint.stored_weights import find_stored_weights
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
-from compiled_engine.models.checkpoint.wrappers import text_model
+from compiled_engine.models.checkpoint.wrappers import text_model, text_tensors
 from compiled_engine.models.foreign.description import UnknownArchitectureError
 from compiled_engine.quantisation import HEAD, ROUTER, Quantisation, online
 from compiled_engine.quantisation_names import MXFP4, ONLINE
@@ -149,7 +152,26 @@ def read_model_config(
         quantisation=quantisation,
         overrides=json.dumps(overrides, sort_keys=True) if overrides else "",
     )
-    return model, reasons
+    return _with_stored_weights(model, cache_dir), reasons
+
+
+def _with_stored_weights(model: ModelConfig, cache_dir: Path | None) -> ModelConfig:
+    """Return the model with rules that know how its checkpoint stores parameters, see `find_stored_weights`.
+
+    Models of the textbook, weights that are quantised while they are loaded, random weights, and experts in MXFP4 have
+    rules for the model's own names. If the weights are not downloaded yet, only the headers of their files are read.
+    """
+    rules = model.quantisation
+    if rules is None or rules.is_online or rules.method == MXFP4:
+        return model
+    if model.transformers is None or model.load_format == "dummy":
+        return model
+    tensors = stored_tensors(model)
+    if model.wrapper is not None:
+        tensors, _ = text_tensors(tensors)
+    tensors = without_mtp_layers(tensors, model.architecture)
+    stored = find_stored_weights(model, rules, tensors, cache_dir)
+    return replace(model, quantisation=replace(rules, stored=stored))
 
 
 def _foreign_model(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 
 from compiled_engine.models.checkpoint.file_names import name_some
-from compiled_engine.models.textbook.experts import Experts
+from compiled_engine.passes.linear.experts_codes import modules_of, projections_of
 from compiled_engine.quantisation import matches
 from compiled_engine.schema import nearest
 
@@ -43,9 +43,8 @@ def _names(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, own = name.rpartition(".")
         module = modules[owner]
-        if isinstance(module, Experts):
-            if own == "gate_up_proj":
-                yield from (f"{owner}.{each.removesuffix(_WEIGHT)}" for each, _, _ in module.checkpoint_tensors())
+        if parameter.dim() == 3 and projections_of(name):
+            yield from modules_of(name, parameter.shape[0])
         elif parameter.dim() == 3 or (
             parameter.dim() == 2 and own == "weight" and not isinstance(module, nn.Embedding)
         ):

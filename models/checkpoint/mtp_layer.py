@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from compiled_engine.models.checkpoint.config_overrides import with_overrides
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import SECTION
-from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
+from compiled_engine.models.checkpoint.stored_tensors import stored_tensors
+from compiled_engine.models.checkpoint.stored_weights import find_stored_weights
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.textbook.mtp import NORM, PROJECTION
@@ -154,11 +157,13 @@ def read_mtp_layer(
         model, _ = foreign_model(single, target.path, target.dtype, cache_dir, [target.architecture])
     quantisation = None
     if target.load_format != "dummy":
-        stored = _stored_tensors(target, layout)
+        stored = stored_tensors(target, partial(_of_layers, layout))
         tensors = _tensors_of_layer(stored, target)
         if (count := layout.num_layers(stored.keys())) > 1:
             reasons["speculation.method"] = f"the first of {count} MTP layers makes all drafts"
         quantisation = _quantisation(tensors, target.quantisation, target.path)
+        if quantisation is not None and model.transformers is not None:
+            quantisation = replace(quantisation, stored=find_stored_weights(model, quantisation, tensors, cache_dir))
     return replace(
         model,
         hub_name=target.hub_name,
@@ -176,26 +181,9 @@ def read_mtp_layer(
     )
 
 
-def _stored_tensors(target: ModelConfig, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return all tensors of the checkpoint of `target`, by name.
-
-    If its weights are not downloaded yet, return meta tensors instead, from the files on the hub that have tensors of
-    MTP layers.
-    """
-    if target.hub_name is None:
-        return map_tensors(target.path)
-    from compiled_engine.models.checkpoint.hub import (
-        describe_weights,  # imports huggingface_hub, not needed for a folder
-        has_weights,
-    )
-
-    def of_layers(names: Collection[str]) -> list[str]:
-        prefixes = tuple(layout.prefixes(names))
-        return [name for name in names if prefixes and layout.spelled(name).startswith(prefixes)]
-
-    if has_weights(target.path):
-        return map_tensors(target.path)
-    return describe_weights(target.hub_name, target.path, of_layers)
+def _of_layers(layout: Layout, names: Collection[str]) -> list[str]:
+    prefixes = tuple(layout.prefixes(names))
+    return [name for name in names if prefixes and layout.spelled(name).startswith(prefixes)]
 
 
 def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
@@ -261,7 +249,7 @@ def _quantisation(
         )
     matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() > 1)
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in coded)
-    return replace(of_model, ignore=(HEAD, *kept))
+    return replace(of_model, ignore=(HEAD, *kept), stored=())
 
 
 def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:

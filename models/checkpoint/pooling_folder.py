@@ -420,7 +420,7 @@ def pooling_tensors(
     if not config.causal:
         linears = () if config.pooling.own_head else config.pooling.head
         return {**tensors, **_of_linears([_of_head(dense, tensors, config) for dense in linears])}
-    found = {_own_name(name, own): tensor for name, tensor in tensors.items()}
+    found = {own_name(name, own): tensor for name, tensor in tensors.items()}
     heads = [_of_head(dense, found, config) for dense in config.pooling.head]
     return {name: tensor for name, tensor in found.items() if name not in _OTHER_HEADS} | _of_linears(heads)
 
@@ -434,7 +434,7 @@ def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
     return dict(named)
 
 
-def _own_name(name: str, own: Collection[str]) -> str:
+def own_name(name: str, own: Collection[str]) -> str:
     """Return the name that a decoder's tensor has in the model.
 
     If the checkpoint holds only the decoder, its names lack the prefix `model`, which is added. A scale, which is no

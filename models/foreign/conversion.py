@@ -8,7 +8,7 @@ tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +90,21 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
                 raise ValueError(f"{name} would be of shape {list(value.shape)} instead of {list(parameters[name])}")
             placements += [Placement(p.source, p.taken, name, p.placed, p.transposed) for p in value.pieces]
     return WeightPlan(tuple(placements), tuple(unexpected))
+
+
+def parameters_of(model: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the parameters to which each tensor of a checkpoint contributes, by the tensor's name.
+
+    The names follow from conversions alone, so some may be no parameter of the model. names: the tensors'.
+    """
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    conversions = Conversions(model, known)
+    found = {}
+    for name in names:
+        target, converter, _ = conversions.target(name)
+        patterns = [] if converter is None else list(converter.target_patterns)
+        found[name] = tuple(_full(target, patterns, pattern) for pattern in patterns) or (target,)
+    return found
 
 
 def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:

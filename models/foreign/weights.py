@@ -1,6 +1,6 @@
-"""Finds the placements of a checkpoint's tensors in a transformers model.
+"""Finds the placements of a checkpoint's tensors in a transformers model, or only the parameters that they belong to.
 
-The placements are read from a cache file beside the model's description, or computed if there is no such file.
+Both are read from cache files beside the model's description, or computed if there is no such file.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch import nn
 from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.foreign.description import IMPORTING, description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
+
+T = TypeVar("T")
 
 # Sections of packed parameters, needed to divide them among ranks.
 
@@ -74,20 +76,60 @@ def find_weight_plan(
     which is written if it is missing or damaged; None: no file is read or written. Raises ValueError for an unsupported
     conversion, or one whose result has a wrong shape.
     """
-    beside = description_file(model.config, dtype, cache_dir)
-    digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]
-    path = None if beside is None else beside.with_suffix(f".{digest}.weights.json")
-    if path is not None and path.is_file():
-        try:
-            return WeightPlan.from_json(read_file(path))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("%s is damaged and made anew: %s", path, error)
-    with IMPORTING:
+
+    def make() -> WeightPlan:
         from compiled_engine.models.foreign.conversion import plan_of_encoder, plan_weights  # imports transformers
         from compiled_engine.models.foreign.encoder import Encoder
         from compiled_engine.models.foreign.transformers_model import build_foreign_model
 
         built = build_foreign_model(model.config, dtype)[0]
-        plan = plan_of_encoder(built.model, shapes) if isinstance(built, Encoder) else plan_weights(built, shapes)
-    write_file(path, plan.to_json())
-    return plan
+        return plan_of_encoder(built.model, shapes) if isinstance(built, Encoder) else plan_weights(built, shapes)
+
+    path = _cache_file(model, dtype, cache_dir, json.dumps(sorted(shapes.items())), "weights")
+    return _cached(path, WeightPlan.from_json, WeightPlan.to_json, make)
+
+
+def find_parameters(
+    model: TransformersModel, dtype: torch.dtype, names: Collection[str], cache_dir: Path | None
+) -> dict[str, list[str]]:
+    """Return the names of the model's parameters to which each tensor of a checkpoint contributes.
+
+    names: the tensors'. cache_dir: see `find_weight_plan`.
+    """
+
+    def make() -> dict[str, list[str]]:
+        from compiled_engine.models.foreign.conversion import parameters_of  # imports transformers
+        from compiled_engine.models.foreign.encoder import Encoder
+        from compiled_engine.models.foreign.transformers_model import build_foreign_model
+
+        built = build_foreign_model(model.config, dtype)[0]
+        inner, prefix = (built.model, "model.") if isinstance(built, Encoder) else (built, "")
+        return {name: [f"{prefix}{each}" for each in found] for name, found in parameters_of(inner, names).items()}
+
+    path = _cache_file(model, dtype, cache_dir, json.dumps(sorted(names)), "names")
+    return _cached(path, json.loads, json.dumps, make)
+
+
+def _cache_file(
+    model: TransformersModel, dtype: torch.dtype, cache_dir: Path | None, facts: str, kind: str
+) -> Path | None:
+    """Return the path of a file of this kind beside the model's description. facts: what its content depends on."""
+    beside = description_file(model.config, dtype, cache_dir)
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return None if beside is None else beside.with_suffix(f".{digest}.{kind}.json")
+
+
+def _cached(path: Path | None, read: Callable[[str], T], write: Callable[[T], str], make: Callable[[], T]) -> T:
+    """Return the content of a file, or what `make` returns, which is then written to the file.
+
+    path: of the file, None for none. make: may import transformers.
+    """
+    if path is not None and path.is_file():
+        try:
+            return read(read_file(path))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("%s is damaged and made anew: %s", path, error)
+    with IMPORTING:
+        made = make()
+    write_file(path, write(made))
+    return made

@@ -38,6 +38,8 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
     # Put packed codes into the order that the kernels of experts read.
     "halves": lambda codes, unit: rounding.in_halves(codes, int(unit)),
+    # Exchange rows and columns of the matrices of experts.
+    "by_rows": lambda tensor, _: tensor.mT.contiguous(),
     # Repeat each row this many times, for scales of smaller tiles.
     "repeat_rows": lambda tensor, count: tensor.repeat_interleave(int(count), 0),
     "the_same": rounding.the_same,

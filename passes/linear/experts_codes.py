@@ -43,6 +43,12 @@ def projections_of(name: str) -> tuple[str, ...]:
     return _PROJECTIONS.get(name.rpartition(".")[2], ())
 
 
+def modules_of(name: str, num_experts: int) -> tuple[str, ...]:
+    """Return the names by which quantisation rules know the matrices of the expert parameter `name`."""
+    prefix, projections = name.rpartition(".")[0], projections_of(name)
+    return tuple(f"{prefix}.{expert}.{projection}" for expert in range(num_experts) for projection in projections)
+
+
 def of_experts(rounding: Rounding) -> Rounding:
     """Return the rounding in which experts keep codes for which the rules state `rounding`."""
     return rounding._replace(element=_OF_EXPERTS.get(rounding.element, rounding.element))

@@ -20,7 +20,7 @@ from compiled_engine.passes.framework.matching import aten, is_call, named, only
 from compiled_engine.passes.framework.parameter import CODES, ROW_SCALES, SCALES, ZEROS, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.experts_codes import experts_weight, of_experts, projections_of
+from compiled_engine.passes.linear.experts_codes import experts_weight, modules_of, of_experts, projections_of
 from compiled_engine.passes.linear.linears import by_rows, is_by_columns
 from compiled_engine.passes.quantised.quantise_verifier import (
     at_each_element,
@@ -66,7 +66,7 @@ def verify_experts(
             raise VerificationError(f"{name} is read by others")
         for rank in range(num_ranks):
             checkpoint = _Checkpoint(quantisation, weights, rank, num_ranks, device)
-            expected = checkpoint.stands_for(weight)
+            expected = checkpoint.stands_for(weight, old)
             try:
                 given = {part: compute(parameter_of(node), checkpoint.read) for part, node in parts.items()}
                 found = new.target(**arguments | given | {"dtype": "float32"})  # type: ignore[operator]
@@ -88,11 +88,15 @@ class _Checkpoint:
     num_ranks: int
     device: torch.device
 
-    def stands_for(self, weight: Parameter) -> torch.Tensor:
-        """Return the values [E, N, K], in fp32, that this rank's codes of a weight must decode to."""
+    def stands_for(self, weight: Parameter, node: fx.Node) -> torch.Tensor:
+        """Return the values [E, N, K], in fp32, that this rank's codes of a weight must decode to.
+
+        node: the weight in the graph before the pass, which may have the shape [E, K, N].
+        """
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
-            matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
+            given = self.read(parameter_of(node)).float()
+            matrices = [part for matrix in (given.mT if is_by_columns(node) else given) for part in matrix.chunk(parts)]
             if tile.is_integer:
                 return torch.cat([nearest_integers(each, tile) for each in matrices]).view(weight.shape)
             found = [codes.float() * scales for codes, scales in (rounded(each, tile, None) for each in matrices)]
@@ -149,14 +153,13 @@ class _Checkpoint:
         return self._stacked(name, of_matrix)
 
     def _rounding(self, name: str) -> Rounding:
-        """Return the rounding of an expert matrix: the one that the rules give the first projection of expert 0.
+        """Return the rounding of an expert matrix, by that of its first expert.
 
-        Raises VerificationError if no rule names this projection.
+        Raises VerificationError if it is not quantised.
         """
-        prefix = name.rpartition(".")[0]
-        scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
-        if scheme is None:
-            raise VerificationError(f"pass quantise_experts: {name} is quantised, and no rule names it")
+        scheme = self.quantisation.of_parameter(name, modules_of(name, 1))
+        if isinstance(scheme, str):
+            raise VerificationError(f"pass quantise_experts: {name} is quantised, but {scheme}")
         return of_experts(scheme.weight)
 
     def _local(self, weight: Parameter) -> Rounding:

@@ -56,10 +56,10 @@ class Quantise(GraphPass):
                 continue
             weight = parameter_of(linear.weight)
             module = weight.name.removesuffix(".weight")
+            stated = self._quantisation.of_parameter(weight.name, (module,))
+            reason = stated if isinstance(stated, str) else _obstacle(stated, weight)
             scheme = scheme_of(self._quantisation, linear.weight)
             if scheme is None:
-                stated = self._quantisation.scheme_of(module)
-                reason = self._quantisation.why_not(module) if stated is None else _obstacle(stated, weight)
                 notes.append(f"{module}: stays {weight.dtype}: {reason}")
                 continue
             scheme = scheme.dividing(*_sizes(weight))
@@ -99,8 +99,9 @@ def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
     """
     if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
         return None
-    scheme = quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
-    return None if scheme is None or _obstacle(scheme, parameter_of(node)) else scheme
+    name = parameter_of(node).name
+    scheme = quantisation.of_parameter(name, (name.removesuffix(".weight"),))
+    return None if isinstance(scheme, str) or _obstacle(scheme, parameter_of(node)) else scheme
 
 
 def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:

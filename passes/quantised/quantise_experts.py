@@ -2,9 +2,9 @@
 
 Why: with few tokens a mixture of experts costs the read of the experts in use. With codes of 8 or four bits this is a
 half or a quarter, and two or four times as many experts fit into memory. The matrices become calls of experts_weight;
-the pass `experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each
-expert. As in `quantise`, the pass sees a rank's part of a matrix, and cuts tiles smaller if the part does not end with
-a tile.
+the pass `experts` then passes codes and scales to its own op. Rules name each projection of each expert, unless
+Quantisation.stored says how the checkpoint has the whole matrix. As in `quantise`, the pass sees a rank's part of a
+matrix, and cuts tiles smaller if the part does not end with a tile.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass,
 from compiled_engine.passes.framework.matching import aten, emit, fake_mode_of
 from compiled_engine.passes.framework.parameter import CODES, ROW_SCALES, SCALES, WEIGHT, ZEROS, Parameter, made
 from compiled_engine.passes.framework.rounding import unit_of
-from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, of_experts, projections_of
+from compiled_engine.passes.linear.experts_codes import (
+    experts_weight,
+    modules_of,
+    obstacle,
+    of_experts,
+    projections_of,
+)
 from compiled_engine.passes.linear.linears import by_rows, is_by_columns
 from compiled_engine.passes.quantised.quantise import scales_shard, shard_of_tiles
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """Keeps expert matrices quantised: in textbook models in all formats, with transformers' code in e2m1 alone.
-
-    Codes of other formats are decoded while they are loaded.
-    """
-
     name = "quantise_experts"
     required = True  # its parameters make the loader read codes
 
@@ -41,62 +42,48 @@ class QuantiseExperts(GraphPass):
         device: torch.device,
         num_ranks: int = 1,
         before: fx.Graph | None = None,
-        *,
-        e2m1_alone: bool = False,
     ):
-        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads.
-
-        e2m1_alone: whether matrices in other formats stay in 16 bits.
-        """
+        """Make the pass. num_ranks: tensor-parallel ranks. before: a copy of the graph, which only `verify` reads."""
         self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
-        self._e2m1_alone = e2m1_alone
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of expert matrices that the rules name and the kernels support: one match each."""
-        return sum(isinstance(self._rounding(node), Rounding) for node in graph.find_nodes(op="placeholder"))
+        return sum(isinstance(rounding, Rounding) for rounding in self._roundings(graph).values())
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements: list[Replacement] = []
         notes: list[str] = []
-        for node in graph.find_nodes(op="placeholder"):
-            rounding = self._rounding(node)
+        for node, rounding in self._roundings(graph).items():
             if isinstance(rounding, Rounding):
                 new = _rewrite(graph, node, rounding, self._quantisation.is_online)
                 replacements.append(Replacement(node.name, new))
                 text = f"{rounding}, inputs stay {parameter_of(node).dtype}; {self._origin}; {_bytes_of(new):,} bytes"
                 graph.erase_node(node)
             else:
-                text = rounding
-            if text:
-                notes.append(f"{parameter_of(node).name}: {text}")
+                text = f"stays in 16 bits: {rounding}"
+            notes.append(f"{parameter_of(node).name}: {text}")
         return PassResult(len(replacements), (), tuple(replacements), tuple(notes))
 
     @property
     def _origin(self) -> str:
         return "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
 
+    def _roundings(self, graph: fx.Graph) -> dict[fx.Node, Rounding | str]:
+        """Return the rounding of each expert matrix [E, N, K] of the graph, or why it stays in 16 bits."""
+        return {node: self._rounding(node) for node in filter(is_experts, graph.find_nodes(op="placeholder"))}
+
     def _rounding(self, node: fx.Node) -> Rounding | str:
-        """Return the rounding of an expert matrix [E, N, K], or why it stays in 16 bits; "" for any other input."""
-        if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
-            return ""
-        weight, projections = by_rows(node), projections_of(parameter_of(node).name)
+        weight = by_rows(node)
         num_experts, num_rows, num_columns = weight.shape
-        prefix = weight.name.rpartition(".")[0]
-        modules = [f"{prefix}.{expert}.{part}" for expert in range(num_experts) for part in projections]
-        schemes = {self._quantisation.scheme_of(module) for module in modules}
-        if len(schemes) > 1:
-            return "stays in 16 bits: the rules differ among its experts"
-        (scheme,) = schemes
-        if scheme is None:
-            return f"stays in 16 bits: {self._quantisation.why_not(modules[0])}"
-        if self._e2m1_alone and not scheme.weight.format.values:
-            return f"stays in 16 bits: with transformers' code experts in {scheme.weight.element} are decoded"
+        scheme = self._quantisation.of_parameter(weight.name, modules_of(weight.name, num_experts))
+        if isinstance(scheme, str):
+            return scheme
         # The projections' rows are stacked.
         of_share = num_columns if weight.shard is not None and weight.shard.divides_input else 0
         scheme = scheme._replace(weight=of_experts(scheme.weight), inputs=None)
-        scheme = scheme.dividing(num_rows // len(projections), of_share)
+        scheme = scheme.dividing(num_rows // len(projections_of(weight.name)), of_share)
         reason = obstacle(scheme, num_columns, weight.torch_dtype, self._device)
-        return scheme.weight if reason is None else f"stays in 16 bits: {reason}"
+        return scheme.weight if reason is None else reason
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare each matrix, on each rank, with the values of a random checkpoint; see experts_verifier.
@@ -109,6 +96,11 @@ class QuantiseExperts(GraphPass):
         return verify_experts(self._before, result, self._quantisation, self._num_ranks, device)
 
 
+def is_experts(node: fx.Node) -> bool:
+    """Return whether an input of a graph is a matrix of experts that the rules may name, [E, N, K] or [E, K, N]."""
+    return is_parameter(node) and node.meta["val"].dim() == 3 and bool(projections_of(parameter_of(node).name))
+
+
 def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, is_online: bool) -> fx.Node:
     weight, like, text, element = by_rows(node), node.meta["val"], str(rounding), rounding.format
     num_experts, *matrix = weight.shape
@@ -117,8 +109,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, is_online: bool
     codes = Parameter(f"{weight.name}.{CODES}", stored, _name(rounding.dtype), CODES, scheme=text)
     scales = Parameter(f"{weight.name}.{SCALES}", grid, _name(element.scales), SCALES, scheme=text)
     if is_online:
+        whole, in_order = (parameter_of(node),), (("by_rows", ""),) * is_by_columns(node)
         codes, scales = (
-            replace(each, role=WEIGHT, members=(parameter_of(node),), make=((each.role, text),), scheme="")
+            replace(each, role=WEIGHT, members=whole, make=(*in_order, (each.role, text)), scheme="")
             for each in (codes, scales)
         )
     elif weight.shard is not None:

@@ -118,9 +118,9 @@ class _Checkpoint:
         return weight.shape if weight.shard is None else weight.shard.whole
 
     def _scheme(self, name: str) -> LinearScheme:
-        scheme = self.quantisation.scheme_of(name.removesuffix(".weight"))
-        if scheme is None:
-            raise VerificationError(f"pass quantise: {name} is quantised, and no rule names it")
+        scheme = self.quantisation.of_parameter(name, (name.removesuffix(".weight"),))
+        if isinstance(scheme, str):
+            raise VerificationError(f"pass quantise: {name} is quantised, but {scheme}")
         return scheme
 
     def _of_rank(self, whole: torch.Tensor, shard: Shard | None) -> torch.Tensor:
@@ -266,8 +266,8 @@ def nearest_integers(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
     """Return the weight's scheme, with groups of inputs that share a scale cut so that a rank holds whole groups."""
-    scheme = quantisation.scheme_of(weight.name.removesuffix(".weight"))
-    assert scheme is not None
+    scheme = quantisation.of_parameter(weight.name, (weight.name.removesuffix(".weight"),))
+    assert not isinstance(scheme, str)
     divides = weight.shard is not None and weight.shard.divides_input
     if scheme.inputs is None or not scheme.inputs.columns or not divides:
         return scheme

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from packed_checkpoints import OF_EXPERT, matrix_of
 from quantised_checkpoints import LAYOUTS, Layout, compressed, load_all, write_quantised
 from safetensors.torch import save_file
 from test_quantised_engine import IDS, compare
@@ -26,33 +26,35 @@ MOE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "norm_topk_prob": True,
 }
-OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 LAYERS = [f"model.layers.{layer}" for layer in range(MOE["num_hidden_layers"])]
 ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
 # Of linears, inputs are rounded in neither.
 ALONE = "compressed-tensors, channel, weights alone"
 
 
-def write_experts(source: Path, folder: Path, layout: Layout, text: str | dict[str, str], linears: bool = True) -> Any:
+def write_experts(
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    text: str | dict[str, str],
+    linears: bool = True,
+    routers: list[str] = ROUTERS,
+) -> Any:
     """write_quantised, with the matrices of experts in a Rounding, or in one for each of gate, up and down; linears:
-    others are quantised as well."""
+    others are quantised as well. routers: the names that the checkpoint has for them."""
     others = [] if linears else [f"{path}.self_attn.{part}_proj" for path in LAYERS for part in "qkvo"]
-    model = write_quantised(source, folder, layout, ["lm_head", *ROUTERS, *others], round_inputs=False)
+    model = write_quantised(source, folder, layout, ["lm_head", *routers, *others], round_inputs=False)
     tensors = load_all(folder)
     for name, weight in list(tensors.items()):
         match = OF_EXPERT.fullmatch(name)
         if match is None:
             continue
-        rounding = Rounding.parse(text if isinstance(text, str) else text[match[3]])
+        path, expert, part = match.groups()
+        rounding = Rounding.parse(text if isinstance(text, str) else text[part])
         scales = scales_of(weight, rounding)
         codes = codes_of(weight, scales, rounding)
         tensors |= {name: codes, f"{name.removesuffix('.weight')}.{layout.scale_name}": scales}
-        path, expert, part = match.groups()
-        experts, values = model.get_submodule(path), decode(codes, scales, rounding)
-        if part == "down":
-            experts.down_proj[int(expert)] = values
-        else:
-            experts.gate_up_proj[int(expert)].chunk(2)[part == "up"].copy_(values)
+        matrix_of(model, path, int(expert), part).copy_(decode(codes, scales, rounding))
     (folder / "model.safetensors").unlink()
     save_file(tensors, folder / "model.safetensors")
     return model
@@ -111,7 +113,7 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
     """They compute what the codes stand for: alone, since other linears round their inputs."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
     # The 160 rows of a gate are whole tiles of 32.
-    tiles = {"gate": "e4m3 32x128", "up": "e4m3 32x128", "down": "e4m3 128x128"}
+    tiles = {"gate_proj": "e4m3 32x128", "up_proj": "e4m3 32x128", "down_proj": "e4m3 128x128"}
     oracle = write_experts(
         tmp_path / "plain",
         tmp_path / "fp8",

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 import torch
 from graph_edits import Edit, aten, calls
-from pass_cases import CPU, QWEN3_MOE, RANGES, SMALL
+from pass_cases import CPU, GPT_OSS, QWEN3_MOE, RANGES, SMALL, Family, graph_for
+from pass_cases import traced as traced_alone
 from test_quantise import online, stored
 from test_tensor_parallel_pass import config_of, whole_of
 from test_tensor_parallel_pass import traced as traced_once
@@ -21,7 +22,7 @@ from compiled_engine.graphs.compiler.build import apply_passes, structure_passes
 from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.parallel.shards import Section
 from compiled_engine.passes.framework.graph_inputs import parameter_of
-from compiled_engine.passes.framework.graph_pass import PassResult
+from compiled_engine.passes.framework.graph_pass import GraphPass, PassResult
 from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.parameter import STEPS, made
 from compiled_engine.passes.framework.verifier import VerificationError
@@ -159,12 +160,36 @@ class Mutation:
     edit: Edit
     num_ranks: int = 1
     is_online: bool = False
+    family: Family = QWEN3_MOE
 
     def __str__(self) -> str:
-        return self.what
+        return f"{self.what} of GPT-OSS" if self.family is GPT_OSS else self.what
+
+    def started(self) -> tuple[fx.Graph, GraphPass]:
+        """Return the graph and the pass."""
+        config = quantised(self.num_ranks, (online if self.is_online else stored)(self.scheme))
+        if self.family is QWEN3_MOE:
+            graph = traced(self.num_ranks).for_range(SMALL).graph
+        else:
+            model, _ = traced_alone(self.family, torch.float32)
+            config = replace(config, model=replace(model, quantisation=config.model.quantisation))
+            graph = graph_for(self.family, torch.float32, SMALL)
+        return graph, structure_passes(config, graph, SMALL, None)[-1]
 
 
+# The code is that of transformers: matrices are stored by columns, and rows of gate and up alternate.
+OF_GPT_OSS = (
+    Mutation("scales of another layer", BLOCK, of_another("scales_ERC")),
+    Mutation("scales of the neighbouring expert", ROWS, computed("scales_ERC", aten.roll.default, [1], [0])),
+    Mutation("half the columns of a tile", SMALL_TILES, set_scheme("e4m3 64x16")),
+    Mutation("zero points off by one", ZEROS, computed("zeros_ERC", aten.add.Tensor, 1)),
+    Mutation("scales of rows left out", NVFP4, without_row_scales),
+    Mutation("read by another product", ROWS, read_by_another),
+    Mutation("codes by columns", ROWS, describe("codes_ENK", make=(("codes", "e4m3 1x*"),)), is_online=True),
+    Mutation("scales by columns", ROWS, describe("scales_ERC", make=(("scales", "e4m3 1x*"),)), is_online=True),
+)
 MUTATIONS = (
+    *(replace(each, family=GPT_OSS) for each in OF_GPT_OSS),
     Mutation("scales of another layer", ROWS, of_another("scales_ERC")),
     Mutation("codes of another layer", ROWS, of_another("codes_ENK")),
     Mutation("scales of the neighbouring expert", BLOCK, computed("scales_ERC", aten.roll.default, [1], [0])),
@@ -204,10 +229,7 @@ MUTATIONS = (
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_broken_matrix_is_caught(mutation: Mutation) -> None:
-    make = online if mutation.is_online else stored
-    config = quantised(mutation.num_ranks, make(mutation.scheme))
-    graph = traced(mutation.num_ranks).for_range(SMALL).graph
-    graph_pass = structure_passes(config, graph, SMALL, None)[-1]
+    graph, graph_pass = mutation.started()
     result: PassResult = graph_pass.run(graph)
     assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches == 4
     mutation.edit(graph)

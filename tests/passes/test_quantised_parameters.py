@@ -254,8 +254,8 @@ def test_parts_of_experts_have_tiles_that_end_with_them() -> None:
 @pytest.mark.parametrize(
     ("quantisation", "matches", "note"),
     [
-        (rules((rf"re:{EXPERTS}.1", BLOCKS)), 0, "stays in 16 bits: the rules differ among its experts"),
-        (rules((LINEAR, BLOCKS), ignore=("re:.*up_proj",)), 1, "stays in 16 bits: the rules differ among its experts"),
+        (rules((rf"re:{EXPERTS}.1", BLOCKS)), 0, "stays in 16 bits: the rules differ among its matrices"),
+        (rules((LINEAR, BLOCKS), ignore=("re:.*up_proj",)), 1, "stays in 16 bits: the rules differ among its matrices"),
         (rules(("other", BLOCKS)), 0, "stays in 16 bits: no rule names it"),
         (rules((LINEAR, BLOCKS), ignore=("re:.*gate_proj", "re:.*up_proj")), 1, "gate_proj is to be ignored"),
         (rules((LINEAR, "e4m3 1x16")), 0, "stays in 16 bits: tiles of 16 columns are no power of two"),

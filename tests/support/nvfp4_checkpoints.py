@@ -61,7 +61,7 @@ def pack_weight(weight_NK: torch.Tensor, form: str) -> tuple[Tensors, torch.Tens
 
 
 def write_nvfp4(source: Path, folder: Path, form: str, ignore: list[str]) -> nn.Module:
-    """Write a checkpoint of transformers in a format, and return the oracle. ignore: names of modules."""
+    """Write a checkpoint of transformers in a format, and return the oracle. ignore: see `write_linears`."""
     model = write_linears(source, folder, lambda weight_NK: pack_weight(weight_NK, form), ignore)
     section = config_of(form, ignore)
     if form == BESIDE:

@@ -6,6 +6,7 @@ Nothing of the engine is used. The oracle is transformers' model in fp32 with th
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import shutil
@@ -23,7 +24,9 @@ from transformers import AutoModelForCausalLM
 Tensors = dict[str, torch.Tensor]
 # Returns the tensors of a linear by the last part of their names, and the values that they stand for, [N, K].
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+# Names of an expert's projections in older families.
+OLD_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True)
@@ -161,31 +164,49 @@ def pack_weight(weight_NK: torch.Tensor, packing: Packing) -> tuple[Tensors, tor
 
 
 def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]) -> nn.Module:
-    """Write a checkpoint of transformers in a format, and return the oracle. ignore: names of modules."""
+    """Write a checkpoint of transformers in a format, and return the oracle. ignore: see `write_linears`."""
     model = write_linears(source, folder, lambda weight_NK: pack_weight(weight_NK, packing), ignore)
     write_section(folder, packing.config(ignore))
     return model
 
 
 def write_linears(source: Path, folder: Path, pack: Pack, ignore: list[str]) -> nn.Module:
-    """Write a checkpoint with packed linears, without a section about them. See `write_packed`."""
+    """Write a checkpoint with packed linears, without a section about them. See `write_packed`.
+
+    ignore: names of modules in the checkpoint, with `*` for any text, or `re:` and a regular expression.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
+    patterns = [re.compile(each[3:] if each.startswith("re:") else fnmatch.translate(each)) for each in ignore]
+
+    def replaced(name: str) -> torch.Tensor | None:
+        """Replace a weight by its packed tensors. Returns their values; None if the weight stays."""
+        module = name.removesuffix(".weight")
+        if name not in tensors or any(pattern.match(module) for pattern in patterns):
+            return None
+        packed, values_NK = pack(tensors.pop(name).float())
+        tensors.update({f"{module}.{kind}": tensor for kind, tensor in packed.items()})
+        return values_NK
+
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f"{path}.weight" in tensors and path not in ignore:
-            packed, values_NK = pack(tensors.pop(f"{path}.weight").float())
-            tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
+        if isinstance(module, nn.Linear) and (values_NK := replaced(f"{path}.weight")) is not None:
             module.weight.copy_(values_NK)
     for name in [name for name in tensors if OF_EXPERT.fullmatch(name)]:
         path, expert, part = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
-        packed, values_NK = pack(tensors.pop(name).float())
-        tensors |= {f"{name.removesuffix('.weight')}.{kind}": tensor for kind, tensor in packed.items()}
-        experts = model.get_submodule(path)
-        matrices = experts.down_proj if part == "down" else experts.gate_up_proj.chunk(2, 1)[part == "up"]
-        matrices[int(expert)].copy_(values_NK)
+        if (values_NK := replaced(name)) is not None:
+            matrix_of(model, path, int(expert), part).copy_(values_NK)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, folder / "model.safetensors")
     return model
+
+
+def matrix_of(model: Any, path: str, expert: int, part: str) -> torch.Tensor:
+    """Return a projection of an expert in transformers' model, by the names of the checkpoint."""
+    experts = model.get_submodule(path.replace("block_sparse_moe", "mlp"))
+    part = OLD_NAMES.get(part, part)
+    matrices = experts.down_proj if part == "down_proj" else experts.gate_up_proj.chunk(2, 1)[part == "up_proj"]
+    matrix: torch.Tensor = matrices[expert]
+    return matrix
 
 
 def write_section(folder: Path, section: dict[str, Any]) -> None:

@@ -1,0 +1,83 @@
+"""Experts that run through transformers' code: in codes in every format, named as their families' checkpoints do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import Family, family, write_checkpoint
+from nvfp4_checkpoints import COMPRESSED, write_nvfp4
+from packed_checkpoints import PACKINGS, Packing, write_packed
+from quantised_checkpoints import LAYOUTS, Layout, compressed
+from test_packed_experts import matched, nearest
+from test_quantised_engine import IDS, compare
+from test_quantised_experts import ALONE, write_experts
+
+ROUTER = "model.layers.{}.block_sparse_moe.gate"
+
+
+def of_layers(name: str, num_layers: int) -> Family:
+    case = family(name)
+    return replace(case, changes={**case.changes, "num_hidden_layers": num_layers})
+
+
+# The names are compared in models/test_stored_weights.py.
+NAMED = pytest.mark.shown_by("models/test_stored_weights.py::test_rules_name_experts_as_the_checkpoint_does")
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("minimax_m2", marks=NAMED)])
+def test_a_layer_whose_experts_the_checkpoint_ignores(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rules name experts and routers as the checkpoint does, and not as the model."""
+    write_checkpoint(tmp_path / "plain", of_layers(name, 2))
+    experts = [f"model.layers.1.block_sparse_moe.experts.{n}.{part}" for n in range(8) for part in ("w1", "w2", "w3")]
+    ignored = ["lm_head", *experts, *map(ROUTER.format, range(2))]
+    oracle = write_nvfp4(tmp_path / "plain", tmp_path / "nvfp4", COMPRESSED, ignored)
+    assert set(matched(compare(tmp_path / "nvfp4", oracle, IDS, exact=True, compile_ranges=()))) == {2}
+    assert "are decoded" not in caplog.text  # the checkpoint has them in 32 bits
+
+
+CASES: dict[str, Packing | tuple[Layout, str]] = {
+    **{name: PACKINGS[name] for name in ("gptq, zero points", "awq", "compressed-tensors, groups")},
+    "compressed-tensors, 8 bits": PACKINGS["compressed-tensors, 8 bits"],
+    "fp8, rows": (LAYOUTS[ALONE], "e4m3 1x*"),
+    "fp8, blocks": (replace(LAYOUTS["fp8, block"], inputs=None), "e4m3 128x128"),
+    "int8, rows": (
+        replace(LAYOUTS["compressed-tensors, int8, static"], config=compressed("channel", None, "int"), inputs=None),
+        "int8 1x*",
+    ),
+}
+
+
+# One is drawn: the codes of each are compared with textbook models, and read in the same way.
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("case", CASES)
+def test_every_format_stays_in_codes(case: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "plain", of_layers("mixtral", 1))
+    ignored, written, options = [ROUTER.format(0)], CASES[case], {"compile_ranges": (), "verify_passes": True}
+    if isinstance(written, Packing):
+        oracle = write_packed(tmp_path / "plain", tmp_path / "codes", written, ["lm_head", *ignored])
+    else:
+        oracle = write_experts(tmp_path / "plain", tmp_path / "codes", *written, routers=ignored)
+        # Inputs of linears are rounded as the format says, so that only experts are compared.
+        options |= {} if case != "fp8, blocks" else {"disable_passes": ()}
+    metrics = compare(tmp_path / "codes", oracle, IDS, exact=case != "fp8, blocks", **options)
+    assert set(matched(metrics)) == {2}
+
+
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_experts_are_quantised_while_they_are_loaded(name: str, tmp_path: Path) -> None:
+    """Those of GPT-OSS are stored by columns, and gate and up alternate."""
+    oracle: Any = write_checkpoint(tmp_path / "plain", of_layers(name, 1))
+    experts = oracle.model.layers[0].mlp.experts
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        rows: torch.Tensor = weight.mT if name == "gpt_oss" else weight
+        rows.copy_(nearest(rows.contiguous()))
+    others = ("lm_head", r"re:.*\.(gate|router)$", "re:.*self_attn.*")
+    options = {"quantization": "int4", "quantization_ignore": others, "compile_ranges": ()}
+    assert set(matched(compare(tmp_path / "plain", oracle, IDS, exact=True, **options))) == {2}
