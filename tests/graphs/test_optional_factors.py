@@ -21,7 +21,7 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
-from compiled_engine.quantisation import Rule, online
+from compiled_engine.quantisation import Rule, StoredWeight, online
 from compiled_engine.speech import MelSettings, SpeechConfig, SpeechDescription, SpeechRules
 from compiled_engine.vision import VisionDescription
 
@@ -37,6 +37,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "ignore": ("lm_head",),
             "scale_name": "weight_scale_inv",
             "layout": "gptq",
+            "stored": (StoredWeight("model.layers.0.mlp.experts.down_proj", "int4 1x32", ""),),
         },
         {},
     ),

@@ -16,6 +16,7 @@ from packed_checkpoints import PACKINGS, write_packed
 from quantised_checkpoints import LAYOUTS, load_all, write_quantised
 from safetensors.torch import save_file
 
+from compiled_engine.models.checkpoint.stored_weights import find_stored_weights
 from compiled_engine.options import EngineOptions
 from compiled_engine.quantisation import LinearScheme, Quantisation
 from compiled_engine.resolve.engine import resolve
@@ -98,7 +99,12 @@ def test_dtypes_tell_what_rules_do_not_list(plain: dict[str, Path], tmp_path: Pa
     config = json.loads((plain["mixtral"] / "config.json").read_text())
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    rules = rules_of(tmp_path)
+    given = EngineOptions(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    model = resolve(given).model
+    rules = model.quantisation
+    assert rules is not None
+    described = {name: tensor.to("meta") for name, tensor in tensors.items()}  # as the hub describes them
+    assert find_stored_weights(model, rules, described, None) == rules.stored
     for part in MATRICES:
         assert scheme_in(rules, f"model.layers.0.{part}") == "e4m3 128x128, inputs e4m3 1x128"
         assert scheme_in(rules, f"model.layers.1.{part}").startswith("the checkpoint holds model.layers.1.block_sparse")
