@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from families import Family, family, write_checkpoint
-from nvfp4_checkpoints import COMPRESSED, write_nvfp4
+from nvfp4_checkpoints import COMPRESSED, MODELOPT, write_nvfp4
 from packed_checkpoints import PACKINGS, Packing, write_packed
 from quantised_checkpoints import LAYOUTS, Layout, compressed
 from test_packed_experts import matched, nearest
 from test_quantised_engine import IDS, compare
 from test_quantised_experts import ALONE, write_experts
 
-ROUTER = "model.layers.{}.block_sparse_moe.gate"
+WITHIN = "model.layers.{}.block_sparse_moe"
 
 
 def of_layers(name: str, num_layers: int) -> Family:
@@ -24,29 +24,13 @@ def of_layers(name: str, num_layers: int) -> Family:
     return replace(case, changes={**case.changes, "num_hidden_layers": num_layers})
 
 
-# The names are compared in models/test_stored_weights.py.
-NAMED = pytest.mark.shown_by("models/test_stored_weights.py::test_rules_name_experts_as_the_checkpoint_does")
-
-
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("minimax_m2", marks=NAMED)])
-def test_a_layer_whose_experts_the_checkpoint_ignores(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its rules name experts and routers as the checkpoint does, and not as the model."""
-    write_checkpoint(tmp_path / "plain", of_layers(name, 2))
-    experts = [f"model.layers.1.block_sparse_moe.experts.{n}.{part}" for n in range(8) for part in ("w1", "w2", "w3")]
-    ignored = ["lm_head", *experts, *map(ROUTER.format, range(2))]
-    oracle = write_nvfp4(tmp_path / "plain", tmp_path / "nvfp4", COMPRESSED, ignored)
-    assert set(matched(compare(tmp_path / "nvfp4", oracle, IDS, exact=True, compile_ranges=()))) == {2}
-    assert "are decoded" not in caplog.text  # the checkpoint has them in 32 bits
-
-
 def alone(layout: str, strategy: str, of: str = "float", **weights: Any) -> Layout:
     """Return a layout without rounded inputs, so that the oracle is exact."""
     return replace(LAYOUTS[layout], config=compressed(strategy, None, of, **weights), inputs=None)
 
 
-CASES: dict[str, Packing | tuple[Layout, str]] = {
+CASES: dict[str, str | Packing | tuple[Layout, str]] = {
+    **{form: form for form in (COMPRESSED, MODELOPT)},
     **{name: PACKINGS[name] for name in ("gptq, zero points", "awq", "compressed-tensors, groups")},
     "compressed-tensors, 8 bits": PACKINGS["compressed-tensors, 8 bits"],
     "fp8, rows": (LAYOUTS[ALONE], "e4m3 1x*"),
@@ -58,19 +42,31 @@ CASES: dict[str, Packing | tuple[Layout, str]] = {
 # One is drawn: the codes of each are compared with textbook models, and read in the same way.
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("case", CASES)
-def test_every_format_stays_in_codes(case: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "plain", of_layers("mixtral", 1))
-    routers, written = [ROUTER.format(0)], CASES[case]
-    if isinstance(written, Packing):
-        oracle = write_packed(tmp_path / "plain", tmp_path / "codes", written, ["lm_head", *routers])
+def test_every_format_stays_in_codes_but_in_a_layer_that_the_checkpoint_ignores(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rules name experts and routers as the checkpoint does, and not as the model."""
+    source, folder, written = tmp_path / "plain", tmp_path / "codes", CASES[case]
+    write_checkpoint(source, of_layers("mixtral", 2))
+    experts = [f"{WITHIN.format(1)}.experts.{n}.{part}" for n in range(6) for part in ("w1", "w2", "w3")]
+    ignored = [*experts, *(f"{WITHIN.format(layer)}.gate" for layer in range(2))]
+    if isinstance(written, str):
+        oracle = write_nvfp4(source, folder, written, ["lm_head", *ignored])
+    elif isinstance(written, Packing):
+        oracle = write_packed(source, folder, written, ["lm_head", *ignored])
     else:
-        oracle = write_experts(tmp_path / "plain", tmp_path / "codes", *written, routers=routers)
-    metrics = compare(tmp_path / "codes", oracle, IDS, exact=True, compile_ranges=(), verify_passes=True)
-    assert set(matched(metrics)) == {2}
+        oracle = write_experts(source, folder, *written, ignored=ignored)
+    assert set(matched(compare(folder, oracle, IDS, exact=True, compile_ranges=()))) == {2}
+    assert "are decoded" not in caplog.text  # the checkpoint has the others in 32 bits
 
 
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+# Matrices that are stored by rows are quantised like those of the textbook.
+BY_ROWS = pytest.mark.shown_by(
+    "engine/test_packed_experts.py::test_experts_are_quantised_to_four_bits_while_they_are_loaded"
+)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mixtral", marks=BY_ROWS)])
 def test_experts_are_quantised_while_they_are_loaded(name: str, tmp_path: Path) -> None:
     """Those of GPT-OSS are stored by columns, and gate and up alternate."""
     oracle: Any = write_checkpoint(tmp_path / "plain", of_layers(name, 1))

@@ -38,16 +38,16 @@ def write_experts(
     layout: Layout,
     text: str | dict[str, str],
     linears: bool = True,
-    routers: list[str] = ROUTERS,
+    ignored: list[str] = ROUTERS,
 ) -> Any:
     """write_quantised, with the matrices of experts in a Rounding, or in one for each of gate, up and down; linears:
-    others are quantised as well. routers: the names that the checkpoint has for them."""
+    others are quantised as well. ignored: names of modules that are not, as the checkpoint has them."""
     others = [] if linears else [f"{path}.self_attn.{part}_proj" for path in LAYERS for part in "qkvo"]
-    model = write_quantised(source, folder, layout, ["lm_head", *routers, *others], round_inputs=False)
+    model = write_quantised(source, folder, layout, ["lm_head", *ignored, *others], round_inputs=False)
     tensors = load_all(folder)
     for name, weight in list(tensors.items()):
         match = OF_EXPERT.fullmatch(name)
-        if match is None:
+        if match is None or name.removesuffix(".weight") in ignored:
             continue
         path, expert, part = match.groups()
         rounding = Rounding.parse(text if isinstance(text, str) else text[part])
