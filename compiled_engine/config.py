@@ -126,6 +126,7 @@ class RowState:
     dtype: str
     in_snapshots: bool = True  # whether snapshots have it too
     num_decays: int = 1  # of a state [H, k, v]: factors by which a token decays a head's matrix: 1, or k, one per row
+    num_groups: int = 0  # of a state [H, k, v]: heads of queries and keys, each of which serves H / num_groups heads
 
     @property
     def row_bytes(self) -> int:
@@ -241,6 +242,7 @@ class ModelConfig:
     attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
     attention_sinks: tuple[int, ...] = ()  # layers with sinks, see attention.inputs.Scoring
     linear_biases: bool = False  # scores have biases that are linear in positions (ALiBi), as elements of keys
+    num_biases: int = 0  # of a head's scores, by relative position, in an encoder: see attention.op.packed_attention
     logit_soft_cap: float = 0.0  # a soft cap of logits; 0: none
     local_rope_theta: float | None = None  # unscaled theta of layers with a window, if it differs (Gemma 3)
     experts: ExpertsConfig = ExpertsConfig()

@@ -88,6 +88,7 @@ class AttentionBackend(Protocol):
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
         scoring: Scoring,
+        biases_HW: torch.Tensor | None = None,
     ) -> None:
         """Write to `out_THd` the bidirectional attention among the tokens of each request; see `op.packed_attention`.
 

@@ -52,6 +52,7 @@ class AttentionCase:
     causal: bool = True
     query_len: int | None = None  # query tokens per request; None if they differ
     latent_dim: int = 0  # of a cache of latent rows: values are the first latent_dim elements of keys; 0: no such cache
+    num_biases: int = 0  # of scores, by relative position, of a head: W of op.packed_attention; 0: none
 
     @property
     def group(self) -> int:
@@ -68,11 +69,16 @@ class AttentionCase:
         return self.cache is None and not self.causal
 
     def require_packed(self) -> None:
-        """Raise Refused unless num_kv_heads divides num_heads, and values have head_dim elements."""
+        """Raise Refused unless num_kv_heads divides num_heads, and values have head_dim elements.
+
+        Scores must not have both biases and a soft cap.
+        """
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
         same = self.value_dim in (None, self.head_dim)
         require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
+        capped = bool(self.num_biases and self.soft_cap)
+        require(not capped, "soft_cap", self.soft_cap, "0 with biases by relative position")
 
     def require_paged(self) -> KVFormat:
         """Return the format of the paged cache. Raises Refused unless the case is attention over such a cache.
@@ -86,6 +92,7 @@ class AttentionCase:
         same = self.value_dim in (None, self.head_dim)
         require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
         require(self.causal, "causal", self.causal, "True")
+        require(not self.num_biases, "num_biases", self.num_biases, "0 with a paged cache")
         if self.cache is None:
             raise Refused("cache is None; allowed: a paged cache")
         dtypes = (self.dtype, *(elements.dtype for elements in CODED))
@@ -129,6 +136,7 @@ def cases_of(
             layer in model.attention_sinks,
             causal=model.causal,
             latent_dim=heads.latent_dim,
+            num_biases=model.num_biases,
         )
         for layer, heads, window in layers
         if heads.num_heads

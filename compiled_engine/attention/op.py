@@ -102,6 +102,7 @@ def attend_packed(
     k_TKd: torch.Tensor,
     v_TKd: torch.Tensor,
     out_THd: torch.Tensor,
+    biases_HW: torch.Tensor | None,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -112,7 +113,7 @@ def attend_packed(
     """Write to `out_THd` the bidirectional attention among the tokens of each request; see `packed_attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
-    get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
+    get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring, biases_HW)
 
 
 def _returns_nothing(*args: object) -> None:
@@ -138,7 +139,8 @@ packed_op = torch.library.custom_op(
     "compiled_engine::attend_packed",
     attend_packed,
     mutates_args=("out_THd",),
-    schema=f"(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) out_THd, {SCORING_AND_INPUTS}) -> ()",
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) out_THd, Tensor? biases_HW, "
+    f"{SCORING_AND_INPUTS}) -> ()",
 )
 packed_op.register_fake(_returns_nothing)
 
@@ -200,6 +202,7 @@ def packed_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    biases_HW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the bidirectional attention [T, H, d], in q's dtype, among the tokens of each request.
 
@@ -207,10 +210,14 @@ def packed_attention(
 
     A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded; all
     keys if sliding_window is None. scale, soft_cap, sinks_H: see Scoring.
+
+    biases_HW: biases of scores by relative position, contiguous, in any float dtype, without a soft cap. The score of a
+    query at position p and a key at position j is scale * (q . k) + biases[h, min(max(j - p, -c), c) + c], where W is
+    2 c + 1: keys that are further than c tokens away have the bias of those at the distance c.
     """
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
-    torch.ops.compiled_engine.attend_packed(q_THd, k_TKd, v_TKd, out_THd, *scoring, *inputs.flat())
+    torch.ops.compiled_engine.attend_packed(q_THd, k_TKd, v_TKd, out_THd, biases_HW, *scoring, *inputs.flat())
     return out_THd
 
 
@@ -311,9 +318,10 @@ def packed_attention_or_value(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    biases_HW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the result of `packed_attention`. While a tracer runs, call its functional stand-in instead."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
-        return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())
-    return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale, sliding_window, soft_cap, sinks_H)
+        return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, biases_HW, *scoring, *inputs.flat())
+    return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale, sliding_window, soft_cap, sinks_H, biases_HW)

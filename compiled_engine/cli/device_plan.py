@@ -64,7 +64,7 @@ def rank_plan(config: EngineConfig) -> RankPlan:
         shared = _shared_names(local_model(draft))
         draft_bytes = sum(parameter.nbytes for name, parameter in tensors.items() if name not in shared)
     used_bytes = weight_bytes + draft_bytes + state_bytes
-    sums = sum(_is_summed(name, shards[name]) for name in local)
+    sums = sum(_num_sums(name, shards[name]) for name in local)
     return RankPlan(
         ranks=config.parallel.tensor_parallel_size,
         executor=config.parallel.executor,
@@ -91,9 +91,11 @@ def _shared_names(draft: ModelConfig) -> frozenset[str]:
     return frozenset() if has_embedding(draft) else frozenset((EMBEDDING,))
 
 
-def _is_summed(name: str, shard: Shard) -> bool:
-    """Return whether the module of this weight ends with an all-reduce."""
-    return shard.divides_input or (shard.dim == 0 and "embed" in name)
+def _num_sums(name: str, shard: Shard) -> int:
+    """Return how many all-reduces a step has because of a parameter: 0 or 1."""
+    from compiled_engine.parallel.shards import divides_vocabulary
+
+    return shard.divides_input or shard.norms_row or divides_vocabulary(name, shard)
 
 
 def most_blocks(config: EngineConfig, used_bytes: int, layers: range | None = None) -> int | None:

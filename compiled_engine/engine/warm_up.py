@@ -281,7 +281,8 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
         scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H, kv_scales_2K)
         if case.packed:
             k_TKd = q_THd.new_zeros(shape.num_tokens, case.num_kv_heads, case.head_dim)
-            backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring)
+            biases_HW = q_THd.new_zeros(case.num_heads, case.num_biases) if case.num_biases else None
+            backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring, biases_HW)
             continue
         width = head_width(config.cache_dtype, case.head_dim)
         kv_shape = 1, halves_of(case.latent_dim), block_size, case.num_kv_heads, width

@@ -6,12 +6,13 @@ model a pass inserts the collectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from compiled_engine.parallel.group import current_group
 
@@ -47,6 +48,8 @@ class Shard:
     first_only: bool = False
     # The last dimension is that of the outputs, as in the transpose of a linear's weight, or in biases of experts.
     outputs_last: bool = False
+    # The weight of a norm over a row of which each rank has a part, so that the mean of squares is one over the ranks.
+    norms_row: bool = False
 
     @property
     def divides_input(self) -> bool:
@@ -80,13 +83,18 @@ class Shard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
+def divides_vocabulary(name: str, shard: Shard) -> bool:
+    """Return whether the parameter is an embedding of whose rows each rank has a part."""
+    return shard.dim == 0 and "embed" in name
+
+
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     """Return the shard of each parameter by the parameter's name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
     name -> sizes, gives the sizes of the sections (such as q, k and v) that a parameter consists of; its attribute
-    `outputs_last` names parameters whose last dimension is that of the outputs. Raises ValueError for a parameter that
-    would be cut along more than one dimension.
+    `outputs_last` names parameters whose last dimension is that of the outputs, and `norms_row` weights of norms over
+    divided rows. Raises ValueError for a parameter that would be cut along more than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
     here = dict(local.named_parameters(remove_duplicate=False))
@@ -97,6 +105,8 @@ def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     for path, module in whole.named_modules():
         for name in getattr(module, "outputs_last", ()):
             found[f"{path}.{name}"] = replace(found[f"{path}.{name}"], outputs_last=True)
+        for name in getattr(module, "norms_row", ()):
+            found[f"{path}.{name}"] = replace(found[f"{path}.{name}"], norms_row=True)
     for name, shard in list(found.items()):
         owner, _, attribute = name.rpartition(".")
         beside = f"{owner}.bias" if attribute == "weight" else f"{name}_bias"
@@ -137,8 +147,9 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
     """Register hooks on modules of `model` that sum the modules' outputs over the ranks.
 
-    The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary. shards: the
-    shard of each parameter by name, see compare_shapes.
+    The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary. Norms of
+    divided rows get a forward that averages over the ranks. shards: the shard of each parameter by name, see
+    compare_shapes.
     """
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
@@ -148,10 +159,32 @@ def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
             divided = _DividedEmbedding(module.weight.shape[0])
             module.register_forward_pre_hook(divided.before)
             module.register_forward_hook(divided.after)
+        elif any(shard is not None and shard.norms_row for shard in own.values()):
+            module.forward = _averaging(module.forward)
 
 
 def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
     return current_group().all_reduce(output)
+
+
+def _averaging(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the forward of a norm that runs `forward` with each mean of squares averaged over the ranks."""
+
+    def run(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        with _RootsOfAverages():
+            return forward(*arguments, **keywords)
+
+    return run
+
+
+class _RootsOfAverages(TorchFunctionMode):
+    """Averages the argument of `torch.rsqrt` over the ranks: a mean of squares plus a constant that ranks share."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.rsqrt:
+            group = current_group()
+            return func(group.all_reduce(args[0] / group.size))
+        return func(*args, **(kwargs or {}))
 
 
 class _DividedEmbedding:

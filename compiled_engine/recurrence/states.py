@@ -18,7 +18,7 @@ A snapshot is a copy of a request's state after tokens of its prompt, so it need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from compiled_engine.config import RowState
@@ -66,3 +66,35 @@ def without_drafts(states: Iterable[RowState], num_drafts: int) -> list[RowState
         elif kind == MATRIX_STATE:
             found.append(state)
     return found
+
+
+def divided(states: Sequence[RowState], num_ranks: int) -> tuple[RowState, ...]:
+    """Return the state tensors of one of `num_ranks` ranks, which divide the heads.
+
+    Heads of keys, or groups of heads, are divided too; if there are fewer of them than ranks, each rank has one, and
+    several ranks have the same one. A convolution has the channels of its rank's queries, keys and values.
+    """
+    matrices = {state.name: state for state in states if state.name.endswith(f".{MATRIX_STATE}")}
+
+    def of_rank(state: RowState) -> RowState:
+        owner, _, kind = state.name.rpartition(".")
+        if kind != CONV_STATE:
+            groups = local_groups(state.num_groups, num_ranks)
+            return replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:]), num_groups=groups)
+        matrix = matrices.get(f"{owner}.{MATRIX_STATE}")
+        if matrix is None:
+            return replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:]))
+        return replace(state, shape=(sum(channels(of_rank(matrix))), *state.shape[1:]))
+
+    return tuple(of_rank(state) for state in states)
+
+
+def local_groups(num_groups: int, num_ranks: int) -> int:
+    """Return how many of the heads of keys, or groups of heads, one of `num_ranks` ranks has."""
+    return num_groups and max(1, num_groups // num_ranks)
+
+
+def channels(matrix: RowState) -> tuple[int, int, int]:
+    """Return the numbers of channels of queries, keys and values that the convolution before a matrix state has."""
+    num_heads, key, value = matrix.shape
+    return matrix.num_groups * key, matrix.num_groups * key, num_heads * value

@@ -42,8 +42,9 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
     if config.further_models:
         reason = "a model or a head drafts, whose KV cache stays on the device"
         require_defaults(options, reason, *NAMES)
-    of_block = block_bytes(config) * config.parallel.tensor_parallel_size
-    of_state = snapshot_bytes(config.model, num_ranks=1)
+    num_ranks = config.parallel.tensor_parallel_size
+    of_block = block_bytes(config) * num_ranks
+    of_state = snapshot_bytes(config.model, num_ranks) * num_ranks
     needed = "a block" if not of_state else "a block and a snapshot of recurrent states"
     free = psutil.virtual_memory().available
     least, most = (of_block + of_state) / GIB, free / GIB

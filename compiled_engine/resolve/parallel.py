@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from importlib.util import find_spec
 
@@ -11,7 +10,7 @@ import torch
 from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.rank_share import DELTA_HEADS, local_share
+from compiled_engine.parallel.rank_share import expansion, local_share, recurrent_heads, widths
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
 from compiled_engine.schema import require_defaults
 
@@ -30,8 +29,11 @@ DIVISIBLE = (
 )
 DIVISIBLE_FOREIGN = (
     *DIVISIBLE,
+    "AXK1ForCausalLM",
     "ApertusForCausalLM",
     "ArceeForCausalLM",
+    "BailingHybridForCausalLM",
+    "BambaForCausalLM",
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
     "CwmForCausalLM",
@@ -39,21 +41,31 @@ DIVISIBLE_FOREIGN = (
     "DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
+    "FalconH1ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GlmForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "Jais2ForCausalLM",
+    "KimiLinearForCausalLM",
+    "MiniCPM3ForCausalLM",
     "Ministral3ForCausalLM",
     "MinistralForCausalLM",
     "MixtralForCausalLM",
     "NemotronForCausalLM",
+    "NemotronHForCausalLM",
     "OlmoForCausalLM",
     "PhiForCausalLM",
+    "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "SarvamMLAForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
@@ -142,13 +154,14 @@ def check_model(model: ModelConfig, size: int) -> None:
             f"tensor_parallel_size is {size}, but models of {model.architecture} with the code of "
             f"{model.implementation} cannot be divided; allowed: 1, or one of {', '.join(known)}"
         )
-    fields = {} if model.transformers is None else json.loads(model.transformers.config)
+    recurrent = recurrent_heads(model)
     shapes = list(dict.fromkeys(map(model.heads_of, range(model.num_layers))))
     divided = [
         ("rows of the MLP", model.intermediate_size if model.num_mlps else 0),
         ("rows of the experts", model.experts.intermediate_size),
-        *((name, fields.get(name, 0)) for name in DELTA_HEADS),
+        *((f"rows of {name}", width) for name, width in widths(model).items()),
         *(("attention heads", heads.num_heads) for heads in shapes),
+        *([] if recurrent is None else recurrent[:1]),
     ]
     for what, count in divided:
         if count % size:
@@ -162,6 +175,28 @@ def check_model(model: ModelConfig, size: int) -> None:
                 f"tensor_parallel_size is {size}; allowed: a divisor or a multiple of the model's "
                 f"{heads.num_kv_heads} KV heads"
             )
+    _check_recurrences(model, size)
+
+
+def _check_recurrences(model: ModelConfig, size: int) -> None:
+    """Raise ValueError if `size` ranks cannot divide the groups of heads that recurrent states have, or the channels.
+
+    Norms of Mamba 2 have groups of channels; one that is the whole row is summed over the ranks.
+    """
+    found, expanded = recurrent_heads(model), expansion(model)
+    if found is None:
+        return
+    (heads, num_heads), (groups, num_groups) = found
+    if num_groups % size and num_groups != 1:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, which does not divide the model's {num_groups} {groups}; "
+            f"allowed: a divisor of them, or any divisor of the {num_heads} {heads} with a single group"
+        )
+    if expanded is not None and expanded % size:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, which does not divide the model's mamba_expand, {expanded}; "
+            "allowed: a divisor of it, since a rank's channels are a multiple of hidden_size in transformers' code"
+        )
 
 
 def _check_processors(options: EngineOptions) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from compiled_engine.config import ModelConfig, Recurrences
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_share
 from compiled_engine.recurrence.states import with_drafts, without_drafts
 from compiled_engine.schema import require_defaults
 
@@ -34,7 +35,8 @@ def resolve_states(model: ModelConfig, num_drafts: int) -> ModelConfig:
 
 def state_bytes(model: ModelConfig, num_ranks: int) -> int:
     """Return the bytes of a request's recurrent states on each rank; 0 without recurrences."""
-    return 0 if model.recurrences is None else model.recurrences.row_bytes // num_ranks
+    recurrences = local_share(model, num_ranks).recurrences
+    return 0 if recurrences is None else recurrences.row_bytes
 
 
 def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
@@ -42,7 +44,8 @@ def snapshot_bytes(model: ModelConfig, num_ranks: int) -> int:
 
     A snapshot is a copy of a request's recurrent states for the prefix cache.
     """
-    return 0 if model.recurrences is None else model.recurrences.snapshot_bytes // num_ranks
+    recurrences = local_share(model, num_ranks).recurrences
+    return 0 if recurrences is None else recurrences.snapshot_bytes
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:

@@ -74,6 +74,7 @@ def foreign_model(
         attention_soft_cap=first.soft_cap,
         attention_sinks=tuple(number for number, layer in enumerate(layers) if layer.sinks),
         linear_biases=any(layer.linear_bias for layer in layers),
+        num_biases=first.num_biases,
         causal=first.causal,
         token_types=description.token_types,
         length_angles=description.length_angles,

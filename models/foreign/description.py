@@ -62,6 +62,7 @@ class LayerShape:
     latent_dim: int = 0  # see HeadShape
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
     linear_bias: bool = False  # keys have their positions as elements, see alibi.py
+    num_biases: int = 0  # of scores, by relative position, see attention.op.packed_attention; 0: none
 
 
 @dataclass(frozen=True)

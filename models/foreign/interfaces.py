@@ -162,16 +162,19 @@ def attend_packed(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    biases_HW: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention within each text, without a KV cache. Arguments and result are those of `attend`.
 
-    module: has `step` and, instead of `layer_idx`, its sliding window `packed_window`.
+    module: has `step` and, instead of `layer_idx`, its sliding window `packed_window`. biases_HW: see
+    `packed_attention`.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     own: Any = module
-    out_THd = packed_attention_or_value(q_THd, k_TKd, v_TKd, own.step.inputs, scale, own.packed_window, softcap, s_aux)
+    scoring = scale, own.packed_window, softcap, s_aux, biases_HW
+    out_THd = packed_attention_or_value(q_THd, k_TKd, v_TKd, own.step.inputs, *scoring)
     return out_THd.unsqueeze(0), None
 
 

@@ -29,10 +29,8 @@ _MODULES = (
     ("Patcher$", "patches of bytes"),
     ("^DiffLlamaAttention$", "differential attention"),
     ("^DogeAttention$", "masks that depend on values (dynamic mask attention)"),
-    (
-        "^MPNetSelfAttention$|^Deberta|^T5Attention$|RelativeLogits$|RelativePositionBias$",
-        "biases of attention scores by relative positions",
-    ),
+    ("^T5Attention$|RelativeLogits$|RelativePositionBias$", "biases of attention scores by relative positions"),
+    ("^Deberta", "scores of contents and relative positions (disentangled attention)"),
     ("^XLNetRelativeAttention$", "attention to relative positions in two streams"),
     ("^(Dbrx|LongcatFlash)Experts$", "experts outside of transformers' ExpertsInterface"),
     ("^LongcatFlashDecoderLayer$", "layers that attend twice"),

@@ -66,6 +66,7 @@ class LayerAttention:
     latent_dim: int = 0  # see HeadShape
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
     linear_bias: bool = False  # keys have their positions as elements, see alibi.py
+    num_biases: int = 0  # of scores, by relative position, see attention.op.packed_attention; 0: none
 
 
 _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
@@ -187,6 +188,7 @@ class _Observer(TorchDispatchMode):
         s_aux: torch.Tensor | None = None,
         own_window: int | None = None,
         linear_bias: bool = False,
+        biases_HW: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
@@ -208,6 +210,8 @@ class _Observer(TorchDispatchMode):
         if causal and window is None and not softcap and s_aux is None:
             latent_dim = latent_dim_of(module, self.expansions.get(module), key, value)
         self._records = True
+        if biases_HW is not None and causal:
+            raise UnsupportedModelError("its attention is causal, and has biases of scores by relative positions")
         if is_causal is not None and is_causal != causal:
             raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if sliding_window is not None and sliding_window != window:
@@ -223,7 +227,8 @@ class _Observer(TorchDispatchMode):
             self.kv[layer] = key, value
         sizes = query.shape[1], num_kv_heads, head_dim
         self.calls[layer] = LayerAttention(
-            *sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer, linear_bias
+            *(*sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer, linear_bias),
+            0 if biases_HW is None else biases_HW.shape[1],
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -265,7 +270,7 @@ class _Recurrences:
         if g.shape != (value.shape[:3] if g.dim() == 3 else (*value.shape[:3], num_decays)):
             raise UnsupportedModelError("its delta rule has decays neither by head nor by element of a key")
         shape = value.shape[2], key.shape[3], value.shape[3]
-        self._add(MATRIX_STATE, shape, torch.float32, others, num_decays)
+        self._add(MATRIX_STATE, shape, torch.float32, others, num_decays, key.shape[2])
         return torch.empty_like(value), None
 
     def scan(
@@ -284,11 +289,18 @@ class _Recurrences:
     ) -> torch.Tensor:
         if not dt_softplus:
             raise UnsupportedModelError("its state space models have step sizes without a softplus")
-        self._add(MATRIX_STATE, (hidden_states.shape[2], B.shape[3], hidden_states.shape[3]), torch.float32, others)
+        shape = hidden_states.shape[2], B.shape[3], hidden_states.shape[3]
+        self._add(MATRIX_STATE, shape, torch.float32, others, num_groups=B.shape[2])
         return torch.empty_like(hidden_states)
 
     def _add(
-        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, others: Mapping[str, Any], num_decays: int = 1
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        others: Mapping[str, Any],
+        num_decays: int = 1,
+        num_groups: int = 0,
     ) -> None:
         strange = [name for name, given in others.items() if given and name not in _WITHOUT_EFFECT]
         if strange:
@@ -297,7 +309,8 @@ class _Recurrences:
         if not isinstance(layer, int) or name in self.states:
             raise UnsupportedModelError("its recurrences run several times, or outside of layers")
         self.layers.add(layer)
-        self.states[name] = RowState(name, shape, str(dtype).removeprefix("torch."), num_decays=num_decays)
+        dtype_name = str(dtype).removeprefix("torch.")
+        self.states[name] = RowState(name, shape, dtype_name, num_decays=num_decays, num_groups=num_groups)
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from compiled_engine.models.foreign.alibi import Alibi, RoundedAlibi
 from compiled_engine.models.foreign.compat import mixed
 from compiled_engine.models.foreign.observation import UnsupportedModelError
+from compiled_engine.models.foreign.relative_biases import BiasTable
 
 _FUNCTIONS = AttentionInterface()
 
@@ -226,6 +227,24 @@ class MosaicAttention(Alibi, OwnAttention):
         return self.out_proj(out.flatten(2)), None
 
 
+class BucketedAttention(OwnAttention):
+    """MPNet's attention, whose scores have biases by relative positions. Its stack of layers is a BiasTable."""
+
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+    attention_head_size: int
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any, position_bias: torch.Tensor, *others: Any, **more: Any
+    ) -> tuple[torch.Tensor]:
+        """Return the attention's result [1, T, D]. position_bias: the table of biases [H, W]."""
+        q, k, v = (_heads(each(hidden_states), self.attention_head_size) for each in (self.q, self.k, self.v))
+        out = _attend(self, q, k, v, attention_mask, biases_HW=position_bias)
+        return (self.o(out.flatten(2)),)
+
+
 class MosaicDecoder:
     """Mixin for MPT's decoder: its forward creates no mask and no table of biases, unlike transformers' forward."""
 
@@ -258,6 +277,7 @@ _ATTENTION: dict[str, type[OwnAttention]] = {
     "falcon.FalconAttention": GroupedAttention,
     "bloom.BloomAttention": BloomAttention,
     "mpt.MptAttention": MosaicAttention,
+    "mpnet.MPNetSelfAttention": BucketedAttention,
 }
 
 
@@ -265,6 +285,10 @@ def adapt_own_attention(model: PreTrainedModel) -> None:
     """Change attention modules that compute scores themselves in place, so that they call AttentionInterface."""
     count = 0
     for module in model.modules():
+        if _key_of(type(module)) == "mpnet.MPNetEncoder":
+            stack: Any = module
+            stack.__class__ = mixed(BiasTable, type(module))
+            stack.hold_buckets()
         ours = _ATTENTION.get(_key_of(type(module)))
         if ours is None:
             continue

@@ -48,6 +48,7 @@ from compiled_engine.models.foreign.observation import Observation, UnsupportedM
 from compiled_engine.models.foreign.own_attention import adapt_own_attention
 from compiled_engine.models.foreign.positions import adapt_positions
 from compiled_engine.models.foreign.recurrence import StepFunctions, use_functions
+from compiled_engine.models.foreign.relative_biases import fill_buckets
 from compiled_engine.models.foreign.speech import SpeechModel, build_speech_model, describe_speech, is_speech
 
 # Length of BLOOM's training texts, in tokens (BigScience 2022), which newer configurations do not state.
@@ -330,6 +331,7 @@ def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> t
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {cause}") from error
     if found is not None:
         fill_buffers(found[0].model)
+        fill_buckets(found[0].model)
     return found
 
 

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from compiled_engine.config import ModelConfig, TransformersModel
+from compiled_engine.config import ModelConfig, RowState, TransformersModel
 from compiled_engine.models.foreign.description import IMPORTING, description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
+from compiled_engine.recurrence.states import channels
 
 T = TypeVar("T")
 
@@ -31,14 +32,22 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
     """Set the attributes `packed` and `outputs_last` on a transformers model's modules.
 
     From them, parallel/shards.py derives how parameters are divided among ranks. `packed` states the rows of each
-    section of a packed parameter: q, k and v in qkv_proj; gate and up in gate_up_proj, in experts too; q, k and v in
-    in_proj_qkv and conv1d of a gated delta net. Tests that compare log-probabilities verify that the model families
-    split their parameters like this. `outputs_last` names expert parameters whose last dimension is that of the
-    outputs. Textbook modules set `packed` themselves.
+    section of a packed parameter: q, k and v in qkv_proj; gate and up in gate_up_proj, in experts too; the parts of a
+    recurrence's projection and convolution. Tests that compare log-probabilities verify that the model families split
+    their parameters like this. `outputs_last` names expert parameters whose last dimension is that of the outputs, and
+    `norms_row` the weight of a norm over all channels of a recurrence. Textbook modules set `packed` themselves.
     """
-    fields = {} if config.transformers is None else json.loads(config.transformers.config)
+    states = () if config.recurrences is None else config.recurrences.states
+    matrices = {state.name.rpartition(".")[0]: state for state in states if state.num_groups}
     for path, module in model.named_modules():
         packed: dict[str, Any] = {}
+        owner, _, own_name = path.rpartition(".")
+        if (matrix := matrices.get(owner)) is not None:
+            is_space = hasattr(model.get_submodule(owner), "in_proj")  # of Mamba 2
+            if own_name == "norm" and is_space and matrix.num_groups == 1:
+                module.norms_row = ("weight",)  # type: ignore[assignment]
+            elif (sections := _sections(own_name, matrix, is_space=is_space)) is not None:
+                packed |= dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), sections)
         for name, parameter in module.named_parameters(recurse=False):
             if path.endswith(".qkv_proj"):
                 layer = _LAYER.search(path)
@@ -48,14 +57,24 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
             elif name == "gate_up_proj" and _is_transposed(module):  # gate and up alternate
                 biases = tuple(each for each in (f"{name}_bias",) if hasattr(module, each))
                 module.outputs_last = (name, "down_proj", *biases)  # type: ignore[assignment]
-            elif path.endswith(".gate_up_proj") or name == "gate_up_proj":
+            elif path.endswith((".gate_up_proj", ".shared_mlp.input_linear")) or name == "gate_up_proj":
                 half = parameter.shape[1 if parameter.dim() == 3 else 0] // 2
                 packed[name] = half, half
-            elif path.endswith((".linear_attn.in_proj_qkv", ".linear_attn.conv1d")):
-                keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
-                packed[name] = keys, keys, fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
         if packed:
             module.packed = packed  # type: ignore[assignment]
+
+
+def _sections(name: str, matrix: RowState, *, is_space: bool) -> tuple[int, ...] | None:
+    """Return the rows of each section of a linear or a convolution before a recurrence; None if it has one section.
+
+    name: of the module. matrix: the recurrence's state. is_space: it is that of Mamba 2, not that of a delta rule.
+    """
+    queries, keys, values = channels(matrix)
+    if is_space:
+        sections = {"in_proj": (values, values, keys, queries, matrix.shape[0]), "conv1d": (values, keys, queries)}
+    else:
+        sections = dict.fromkeys(("in_proj_qkv", "conv1d"), (queries, keys, values))
+    return sections.get(name)
 
 
 def _is_transposed(experts: nn.Module) -> bool:

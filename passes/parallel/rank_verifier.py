@@ -8,6 +8,7 @@ accumulate. The slices follow from the shapes in both graphs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from torch import fx
 
 from compiled_engine.parallel.group import FakeGroup, in_group
-from compiled_engine.parallel.shards import Shard
+from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, PassResult
-from compiled_engine.passes.framework.matching import aten, is_call
+from compiled_engine.passes.framework.matching import arg, aten, is_call, named
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.framework.verifier import (
     MOST_TOKENS,
@@ -31,6 +32,9 @@ from compiled_engine.passes.framework.verifier import (
     run_whole,
 )
 from compiled_engine.passes.linear.linears import ExpertsLinear, Linear, experts_linear_of, product_of
+
+# Calls between a linear with a sharded input, or the mean of a divided row, and the all-reduce.
+_OF_SUMS = (aten.bmm.default, aten.mul.Tensor, aten.add.Tensor, aten.mean.dim)
 
 
 @torch.no_grad()
@@ -52,7 +56,7 @@ def verify_ranks(
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
     products = packed_products(divided, shards)
-    packed = _packed_values(divided, products, shards)
+    packed = _packed_values(divided, originals, products, shards)
     computed = partial_values(sums) | {product.operand for product in products.values()}
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         inputs = RandomInputs(whole, num_tokens, device, 1.0)
@@ -116,14 +120,21 @@ class _Rank:
                 "graph, and is no part of a sum over ranks"
             )
         value = self._recorded[original]
-        if is_parameter(node):
-            name = source_of(node).name
-            return self._shards[name].of(value, self._rank, self._num_ranks) if name in self._shards else value
+        if is_parameter(node) and (shard := self._shards.get(source_of(node).name)) is not None:
+            return shard.of(value, self._rank, self._num_ranks)
         if node in self._packed:
             shard = self._packed[node]
-            dim = value.shape.index(_total(shard))
-            return replace(shard, whole=tuple(value.shape), dim=dim).of(value, self._rank, self._num_ranks)
-        return self._part(value, node.meta.get("val"))
+            return self._packed_part(value, shard, value.shape.index(_total(shard)))
+        if is_parameter(node):
+            return value
+        local = node.meta.get("val")
+        if (packed := _split_shard(node, self._packed)) is not None:
+            each = zip(value, _sections_of_items(packed, node), strict=True)
+            return [self._packed_part(item, replace(packed, sections=s), named(node)["dim"]) for item, s in each]
+        return self._part(value, local)
+
+    def _packed_part(self, value: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+        return replace(shard, whole=tuple(value.shape), dim=dim).of(value, self._rank, self._num_ranks)
 
     def _part(self, value: Any, local: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -160,8 +171,8 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose value on a rank is only a summand of a sum over ranks.
 
-    These are the linears with a sharded input, and all nodes between them and their all-reduces. sums: the all-reduces,
-    which are not returned themselves.
+    These are the linears with a sharded input, means of divided rows, and all nodes between them and their all-reduces.
+    sums: the all-reduces, which are not returned themselves.
     """
     found: set[fx.Node] = set()
     for node in sums:
@@ -173,9 +184,7 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
                 break
             is_end = product_of(before[0]) is not None
             inner = before[0].all_input_nodes
-            before = (
-                [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor, aten.add.Tensor)]
-            )
+            before = [] if is_end else [n for n in inner if is_call(n, *_OF_SUMS)]
     return found
 
 
@@ -194,13 +203,18 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
 
 
 def _packed_values(
-    graph: fx.Graph, products: Mapping[fx.Node, Linear | ExpertsLinear], shards: Mapping[str, Shard]
+    graph: fx.Graph,
+    originals: Mapping[str, fx.Node],
+    products: Mapping[fx.Node, Linear | ExpertsLinear],
+    shards: Mapping[str, Shard],
 ) -> dict[fx.Node, Shard]:
     """Return the nodes whose values are several sections side by side, each sharded among the ranks, with their shards.
 
     These are the results of `products`, the linears with such outputs, other parameters with several sections, and
     values of the same size that are computed from them. An example is the convolution of a delta net's queries, keys
-    and values.
+    and values. Buffers of that size (multipliers of Falcon-H1) and items of splits may have several sections, too.
+
+    originals: the undivided graph's nodes by name.
     """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}
@@ -208,14 +222,48 @@ def _packed_values(
         shard = shards.get(source_of(node).name)
         if shard is not None and len(shard.sections) > 1 and node not in of_products:
             found[node] = shard
+    lengths = {(_local_total(shard.sections), _total(shard)): shard for shard in found.values()}
+    for node in graph.find_nodes(op="placeholder"):
+        divided = zip(_lengths(node), _lengths(originals.get(node.name, node)), strict=True)
+        shard = next((lengths[pair] for pair in divided if pair[0] != pair[1] and pair in lengths), None)
+        if shard is not None and source_of(node).name not in shards:  # a buffer
+            found[node] = shard
     for node in graph.nodes:
+        split = _split_shard(arg(node, 0), found) if is_call(node, operator.getitem) else None
+        if split is not None:
+            sections = _sections_of_items(split, arg(node, 0))[arg(node, 1)]
+            found |= {node: replace(split, sections=sections)} if len(sections) > 1 else {}
         shard = next((found[given] for given in node.all_input_nodes if given in found), None)
-        value = node.meta.get("val")
-        if shard is not None and node not in found and isinstance(value, torch.Tensor):
-            local = sum(length // parts for length, parts in shard.sections)
-            if [size for size in value.shape if isinstance(size, int)].count(local) == 1:
-                found[node] = shard
+        if shard is not None and node not in found and _lengths(node).count(_local_total(shard.sections)) == 1:
+            found[node] = shard
     return found
+
+
+def _lengths(node: fx.Node) -> list[int]:
+    """Return the sizes of a node's value that do not depend on the number of tokens; [] unless it is a tensor."""
+    value = node.meta.get("val")
+    return [size for size in value.shape if isinstance(size, int)] if isinstance(value, torch.Tensor) else []
+
+
+def _split_shard(node: fx.Node, packed: Mapping[fx.Node, Shard]) -> Shard | None:
+    """Return the shard of the operand of a split in `packed`; None for other calls."""
+    return packed.get(arg(node, 0)) if is_call(node, aten.split_with_sizes.default) else None
+
+
+def _sections_of_items(shard: Shard, split: fx.Node) -> list[tuple[Section, ...]]:
+    """Return the sections of each item of a split, whose operand has the sections of `shard`."""
+    left, found = list(shard.sections), []
+    for size in named(split)["split_sizes"]:
+        sections: list[Section] = []
+        while left and _local_total(sections) < size:
+            sections.append(left.pop(0))
+        found.append(tuple(sections))
+    return found
+
+
+def _local_total(sections: Iterable[Section]) -> int:
+    """Return the length of sections on a rank."""
+    return sum(length // parts for length, parts in sections)
 
 
 def _total(shard: Shard) -> int:

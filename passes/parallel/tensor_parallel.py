@@ -1,9 +1,10 @@
 """Inserts the collectives of tensor parallelism into the graph of a model that was traced with one rank's shapes.
 
 Why: for models that do not fit on one device, or need the bandwidth of several. The pass adds an all-reduce after each
-linear with a sharded input (attention's output, the MLP's second linear, experts after their sum), and after the
-embedding, whose vocabulary is sharded. Ranks do not communicate in between. Logits stay sharded, also for sampling.
-The graph does not contain the rank's index, so all ranks run the same code.
+linear with a sharded input (attention's output, the MLP's second linear, experts after their sum), and after an
+embedding, whose vocabulary is sharded. A norm over a row that ranks divide (Mamba 2's with a single group) averages its
+mean of squares. Ranks do not communicate in between. Logits stay sharded, also for sampling. The graph does not contain
+the rank's index, so all ranks run the same code.
 
 The pass changes the meaning of the graph, so it runs first and cannot be disabled.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from compiled_engine.parallel.group import current_group
-from compiled_engine.parallel.shards import Shard
+from compiled_engine.parallel.shards import Shard, divides_vocabulary
 from compiled_engine.parallel.vocabulary import embedding_part
 from compiled_engine.passes.framework.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -62,43 +63,54 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of weights sharded along their input dimension, plus one if an embedding is sharded.
+        """Return the number of weights sharded along their input, of norms of divided rows, and of sharded embeddings.
 
-        Each needs one all-reduce. The embedding counts only in graphs with token ids as an input, which later pipeline
+        Each needs one all-reduce. Embeddings count only in graphs with token ids as an input, which later pipeline
         stages lack.
         """
-        divided_inputs = sum(shard.divides_input for shard in self._shards.values())
+        each = sum(shard.divides_input + shard.norms_row for shard in self._shards.values())
         looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
-        return divided_inputs + any(looks_up and s.dim == 0 and "embed" in name for name, s in self._shards.items())
+        return each + looks_up * sum(divides_vocabulary(name, shard) for name, shard in self._shards.items())
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []
         for node in list(graph.nodes):
-            part = self._part(graph, node)
-            if part is not None:
-                replaces_node = not node.users
-                replacements.append(Replacement((node if replaces_node else part).name, _summed(graph, part)))
-                if replaces_node:
-                    graph.erase_node(node)
+            found = self._part(graph, node)
+            if found is not None:
+                part, total = found
+                replacements.append(Replacement(total.name, _summed(graph, part)))
+                if not total.users:
+                    graph.erase_node(total)
         return PassResult(len(replacements), replacements=tuple(replacements))
 
-    def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value must be all-reduced if `node` is a sharded linear or embedding; otherwise None.
+    def _part(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Return the node whose value must be all-reduced because of the call `node`; None if there is none.
 
-        For a linear with a sharded input this is `node`; for a linear of experts, the sum over experts after `node`. A
-        sharded embedding is replaced by a lookup in this rank's rows, and the lookup is returned.
+        The second node has the sum's value in the undivided model. For a linear with a sharded input both are `node`;
+        for a linear of experts, the sum over experts after `node`. A sharded embedding is replaced by a lookup in this
+        rank's rows, and the lookup is returned. For the product of normed rows and the norm's weight, it is the rank's
+        share of the mean under the root.
         """
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
         if shard is not None and shard.divides_input:
-            return _sum_of_experts(node) if is_call(node, aten.bmm.default) else node
+            total = _sum_of_experts(node) if is_call(node, aten.bmm.default) else node
+            return None if total is None else (total, total)
         shard = self._shard(arg(node, 0)) if is_call(node, aten.embedding.default) else None
         if shard is not None and shard.dim == 0:
             with graph.inserting_before(node):
                 part = emit(graph, vocabulary_part, arg(node, 0), arg(node, 1))
             node.replace_all_uses_with(part)
-            return part
+            return part, node
+        if is_call(node, aten.mul.Tensor) and any(self._norms_row(factor) for factor in node.args):
+            return _share_of_mean(graph, node, self._num_ranks)
         return None
+
+    def _norms_row(self, factor: Any) -> bool:
+        while is_call(factor, aten.view.default, aten._to_copy.default):
+            factor = arg(factor, 0)
+        shard = self._shard(factor)
+        return shard is not None and shard.norms_row
 
     def _shard(self, parameter: Any) -> Shard | None:
         return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
@@ -123,6 +135,24 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
     is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]
     return total if is_sum else None
+
+
+def _share_of_mean(graph: fx.Graph, normed: fx.Node, num_ranks: int) -> tuple[fx.Node, fx.Node] | None:
+    """Return a rank's share of the mean of squares, plus eps, that norms a row of which each rank has a part.
+
+    The root that precedes `normed` most closely then reads the share. The second node is the mean, plus eps, itself.
+    None if there is no root.
+    """
+    before = list(normed.all_input_nodes)
+    for node in before:
+        if is_call(node, aten.rsqrt.default):
+            mean = arg(node, 0)
+            with graph.inserting_before(node):
+                share = emit(graph, aten.mul.Tensor, mean, 1 / num_ranks)
+            node.replace_input_with(mean, share)
+            return share, mean
+        before += node.all_input_nodes
+    return None
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:

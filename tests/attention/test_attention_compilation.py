@@ -144,10 +144,14 @@ def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | No
         "HEADER": HEADER,
         "GRAIN": GRAIN,
         "DEPENDENT_LAUNCH": True,
+        "biases_ptr": None,
+        "NUM_BIASES": 0,
     }
     given |= ({} if cap_scale else {"sinks_ptr": None}) | ({} if cache else {"scales_ptr": None})
     given |= {} if compilation.images else {"keys_ahead_ptr": None}
     given |= compilation.constants
+    if given["NUM_BIASES"]:
+        del given["biases_ptr"]
     return {name: given[name] for name in compilation.kernel.arg_names if name in given}
 
 
@@ -180,7 +184,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
                 signature[name] = "*fp32" if name.startswith("partial") else element
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
-                signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
+                signature[name] = "fp32" if name in ("scale_log2", "bias_factor", "eps") else "i32"
 
         def compiled(target: GPUTarget, **given: Any) -> Any:
             jit_function = getattr(kernel, "jit_function", kernel)
@@ -241,6 +245,14 @@ def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num
     ptx = check(compilation, dtype, shape, spilled=64)
     assert ("wgmma" in ptx) == (dtype != torch.float32 and compilation.constants["TILE_M"] >= 64)
     assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
+def test_packed_with_biases(check: Callable[..., str], num_tokens: int) -> None:
+    dtype, shape = torch.bfloat16, (12, 12, 64)  # of MPNet
+    compilation = packed(dtype, shape, num_tokens)
+    compilation.constants["NUM_BIASES"] = 257
+    assert "wgmma" in check(compilation, dtype, shape, spilled=64)
 
 
 @pytest.mark.product(one_in=1000)

@@ -222,8 +222,7 @@ def test_options_that_an_encoder_has_no_use_for_are_refused(tmp_path: Path, engi
 @pytest.mark.parametrize(
     ("kind", "architecture", "cause"),
     [
-        ("mpnet", "MPNetModel", "biases of attention scores by relative positions"),
-        ("deberta-v2", "DebertaV2Model", "biases of attention scores by relative positions"),
+        ("deberta-v2", "DebertaV2Model", r"scores of contents and relative positions \(disentangled attention\)"),
         ("albert", "AlbertModel", "its layers attend several times, or are run several times"),
     ],
 )

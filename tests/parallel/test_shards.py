@@ -145,6 +145,36 @@ def test_ranks_compute_together_what_one_computes() -> None:
         torch.testing.assert_close(found, expected)
 
 
+class RowNorm(nn.Module):
+    """An RMSNorm of rows of eight channels."""
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8 // share))
+        self.norms_row = ("weight",)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * self.weight
+
+
+def test_a_norm_of_a_divided_row_averages_over_the_ranks() -> None:
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(RowNorm(1)), torch.randn(3, 8)
+    shards = compare_shapes(whole, nn.Sequential(RowNorm(4)))
+    assert shards["0.weight"] == Shard((8,), 0, (Section(8, 4),), norms_row=True)
+    expected = whole(x)
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        with torch.no_grad(), in_group(group):
+            own = nn.Sequential(RowNorm(4))
+            weight: torch.Tensor = own[0].weight  # type: ignore[assignment]
+            weight.copy_(shards["0.weight"].of(whole[0].weight, group.rank, 4))  # type: ignore[arg-type]
+            add_collectives(own, shards)
+            return own(x.chunk(4, -1)[group.rank])
+
+    torch.testing.assert_close(torch.cat(on_ranks(4, work), -1), expected)
+
+
 @given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(0, 19), max_size=8))
 def test_each_token_is_looked_up_by_one_rank(num_ranks: int, num_rows: int, ids: list[int]) -> None:
     table = torch.arange(1.0, 1 + 3 * num_ranks * num_rows).view(-1, 3)

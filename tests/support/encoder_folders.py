@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers.models.bert import BertConfig
 from transformers.models.distilbert import DistilBertConfig
 from transformers.models.modernbert import ModernBertConfig
+from transformers.models.mpnet import MPNetConfig
 from transformers.models.nomic_bert import NomicBertConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.roberta import RobertaConfig
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "modernbert": lambda: ModernBertConfig(**TINY, **SPECIAL, local_attention=24, global_attn_every_n_layers=3),
     "nomic": lambda: NomicBertConfig(**TINY),
+    "mpnet": lambda: MPNetConfig(**TINY, pad_token_id=1),
     "qwen2, in both directions": lambda: Qwen2Config(**TINY, num_key_value_heads=2, is_causal=False),
 }
 

@@ -33,12 +33,17 @@ class PackedCase:
     soft_cap: float = 0.0
     sinks: bool = False
     merged: bool = False
+    farthest: int = 0  # distance from which on biases by relative position are equal; 0: none
+
+    @property
+    def num_biases(self) -> int:
+        return 2 * self.farthest + 1 if self.farthest else 0
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         """Return the facts of the case by which a backend decides whether it supports it."""
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
         options = self.sliding_window, self.soft_cap, self.sinks
-        return AttentionCase(device_type, dtype, *sizes, None, *options, causal=False)
+        return AttentionCase(device_type, dtype, *sizes, None, *options, causal=False, num_biases=self.num_biases)
 
 
 RAGGED = (1, 2, 15, 16, 17, 70, 33)
@@ -57,6 +62,9 @@ CASES = (
     PackedCase("window longer than the texts", RAGGED, sliding_window=512),
     PackedCase("soft cap and sinks", RAGGED, soft_cap=5.0, sinks=True),
     PackedCase("window and soft cap", (70, 40), sliding_window=20, soft_cap=5.0),
+    PackedCase("biases by relative position", (*RAGGED, 300), farthest=20),
+    PackedCase("biases that shared keys do not share", RAGGED, num_heads=6, num_kv_heads=2, farthest=128),
+    PackedCase("biases, a window and sinks", (1, 60, 150), sliding_window=30, sinks=True, farthest=9),
     PackedCase("shared keys", RAGGED, num_heads=6, num_kv_heads=2),
     PackedCase("more requests than are searched at a time", tuple([1, 2, 3, 0] * 140), num_heads=1, num_kv_heads=1),
     *(PackedCase(f"head size {size}", (33, 70), 2, 2, size) for size in (16, 64, 72, 80, 128, 256, 320, 576)),
@@ -64,7 +72,9 @@ CASES = (
 )
 
 
-def expected_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def expected_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, biases_HW: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the attention of one text, [T, H, d], in float64."""
     group = q.shape[1] // k.shape[1]
     q_HTd, k_HTd, v_HTd = (
@@ -73,8 +83,12 @@ def expected_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scor
     scores = q_HTd @ k_HTd.transpose(1, 2) * scoring.scale
     if scoring.soft_cap:
         scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+    positions = torch.arange(len(q))
+    if biases_HW is not None:
+        farthest = biases_HW.shape[1] // 2
+        apart = (positions - positions[:, None]).clamp(-farthest, farthest)
+        scores = scores + biases_HW.double()[:, (apart + farthest).to(scores.device)]
     if scoring.sliding_window:
-        positions = torch.arange(len(q))
         far = (positions[:, None] - positions).abs() >= scoring.sliding_window
         scores = scores.masked_fill(far.to(scores.device), -math.inf)
     if scoring.sinks_H is not None:
@@ -107,15 +121,16 @@ def mistake(backend_name: str, case: PackedCase, device: str, dtype: torch.dtype
     step["attention_inputs.seq_lens_R"].copy_(torch.tensor([max(0, length) for length in case.lens]))
     inputs = attention_inputs_of(step, backend_name)
     sinks_H = random(case.num_heads) if case.sinks else None
+    biases_HW = random(case.num_heads, case.num_biases) * 3 if case.num_biases else None
     scoring = Scoring(case.head_dim**-0.5, case.sliding_window, case.soft_cap, sinks_H)
     backend = get_backend(backend_name)
     backend.accept(case.asked(torch.device(device).type, dtype))
     out = torch.full((total, case.num_heads, case.head_dim), math.nan, dtype=dtype, device=device)
-    backend.attend_packed(q, k, v, out, inputs, scoring)
+    backend.attend_packed(q, k, v, out, inputs, scoring, biases_HW)
     for length, (start, end) in zip(case.lens, pairwise(starts), strict=True):
         if length < 1:
             continue
-        expected = expected_of(q[start:end], k[start:end], v[start:end], scoring)
+        expected = expected_of(q[start:end], k[start:end], v[start:end], scoring, biases_HW)
         error = (out[start:end].double() - expected).abs()
         if not bool((error <= TOLERANCE[dtype] * (1 + expected.abs())).all()):
             return f"off by {float(error.max()):.3g} in the text from {start} to {end}"

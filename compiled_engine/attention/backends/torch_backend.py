@@ -6,6 +6,7 @@ without a C++ compiler. It runs on every device, for all head and block sizes.
 
 from __future__ import annotations
 
+import math
 from itertools import groupby, pairwise
 
 import torch
@@ -83,6 +84,7 @@ class TorchBackend(AttentionBackend):
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
         scoring: Scoring,
+        biases_HW: torch.Tensor | None = None,
     ) -> None:
         """Implement AttentionBackend.attend_packed. Consecutive requests of equal length are computed together."""
         starts, seq_lens = inputs.query_start_loc_R1.tolist(), inputs.seq_lens_R.tolist()
@@ -96,11 +98,16 @@ class TorchBackend(AttentionBackend):
                 out_THd[tokens].zero_()
             elif length:
                 q, k, v, out = (x[tokens].unflatten(0, (count, length)) for x in (q_THd, k_TKd, v_TKd, out_THd))
-                _attend_both_ways(q, k, v, out, scoring)
+                _attend_both_ways(q, k, v, out, scoring, biases_HW)
 
 
 def _attend_both_ways(
-    q_NLHd: torch.Tensor, k_NLKd: torch.Tensor, v_NLKd: torch.Tensor, out_NLHd: torch.Tensor, scoring: Scoring
+    q_NLHd: torch.Tensor,
+    k_NLKd: torch.Tensor,
+    v_NLKd: torch.Tensor,
+    out_NLHd: torch.Tensor,
+    scoring: Scoring,
+    biases_HW: torch.Tensor | None,
 ) -> None:
     """Write to out_NLHd the bidirectional attention within each of N requests of L tokens."""
     length = q_NLHd.shape[1]
@@ -113,13 +120,25 @@ def _attend_both_ways(
     if scoring.soft_cap or scoring.sinks_H is not None:
         k_NHLd, v_NHLd = (x.repeat_interleave(group, dim=1) for x in (k_NKLd, v_NKLd))
         scores_NHLL = q_NHLd.float() * scoring.scale @ k_NHLd.float().transpose(-2, -1)
+        if biases_HW is not None:
+            scores_NHLL += _biases_of(length, biases_HW)
         result_NHLd = _weights(scores_NHLL, hidden_LL, scoring).to(v_NHLd.dtype) @ v_NHLd
     else:
-        mask_LL = None if hidden_LL is None else ~hidden_LL
+        mask = None if hidden_LL is None else ~hidden_LL
+        if biases_HW is not None:
+            mask = _biases_of(length, biases_HW).to(q_NHLd.dtype).unsqueeze(0)
+            mask = mask if hidden_LL is None else mask.masked_fill(hidden_LL, -math.inf)
         result_NHLd = scaled_dot_product_attention(
-            q_NHLd, k_NKLd, v_NKLd, attn_mask=mask_LL, scale=scoring.scale, enable_gqa=group > 1
+            q_NHLd, k_NKLd, v_NKLd, attn_mask=mask, scale=scoring.scale, enable_gqa=group > 1
         )
     out_NLHd.copy_(result_NHLd.transpose(1, 2))
+
+
+def _biases_of(length: int, biases_HW: torch.Tensor) -> torch.Tensor:
+    """Return the biases [H, L, L], fp32, of the scores of each query and key of a text of L tokens."""
+    positions_L, farthest = torch.arange(length, device=biases_HW.device), biases_HW.shape[1] // 2
+    column_LL = (positions_L - positions_L.unsqueeze(1)).clamp(-farthest, farthest) + farthest
+    return biases_HW.float()[:, column_LL]
 
 
 def write_kv_waiting(

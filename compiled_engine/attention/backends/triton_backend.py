@@ -172,8 +172,9 @@ class TritonBackend:
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
         scoring: Scoring,
+        biases_HW: torch.Tensor | None = None,
     ) -> None:
-        attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
+        attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring, biases_HW)
 
     def attend_unrotated(
         self,

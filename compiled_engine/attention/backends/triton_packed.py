@@ -80,6 +80,8 @@ def packed_kernel(
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
+    bias_factor: tl.tensor,
     scale_log2: tl.tensor,
     num_requests: tl.tensor,
     q_token_stride: tl.tensor,
@@ -91,6 +93,7 @@ def packed_kernel(
     V_HEAD_STRIDE: tl.constexpr,
     OUT_HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
     CAP_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -106,6 +109,8 @@ def packed_kernel(
 
     q_ptr, out_ptr: [T, H, d]; k_ptr, v_ptr: [T, K, d]; sinks_ptr: [H] or None.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs.
+    biases_ptr: [H, NUM_BIASES], see op.packed_attention, or None; bias_factor: 1 / scale, since products of queries and
+        keys are scaled only when they are weighed.
     scale_log2, CAP_SCALE: see triton_tile.scales.
     WINDOW: keys that a query sees in either direction, itself included, 0: all. SEARCHED: starts of requests compared
         at a time.
@@ -159,6 +164,11 @@ def packed_kernel(
             k_rows_N = tl.multiple_of(keys_N.to(tl.int64) * k_token_stride, 8)
             k_parts = load_parts(head_k_ptr + k_rows_N, stored_N, masked == 1, HEAD_DIM, TILE_D)
             scores_MN = scores_of(q_parts, k_parts, None, None, scale_log2, CAP_SCALE)
+            if biases_ptr is not None:
+                FARTHEST: tl.constexpr = NUM_BIASES // 2
+                apart_MN = keys_N[None, :] - queries_M[:, None]
+                column_MN = tl.minimum(tl.maximum(apart_MN, -FARTHEST), FARTHEST) + FARTHEST
+                scores_MN += tl.load(biases_ptr + head * NUM_BIASES + column_MN).to(tl.float32) * bias_factor
             if masked == 1:
                 seen_MN = stored_N[None, :]
                 if WINDOW > 0:
@@ -186,10 +196,11 @@ def attend_packed(
     out_THd: torch.Tensor,
     inputs: AttentionInputs,
     scoring: Scoring,
+    biases_HW: torch.Tensor | None,
 ) -> None:
     """Write to out_THd the bidirectional attention among the tokens of each request, see `op.packed_attention`.
 
-    q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d contiguous.
+    q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d contiguous. biases_HW: contiguous, or None.
     """
     num_tokens, num_heads, head_dim = q_THd.shape
     num_requests, num_kv_heads = inputs.seq_lens_R.shape[0], k_TKd.shape[1]
@@ -203,6 +214,8 @@ def attend_packed(
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         scoring.sinks_H,
+        biases_HW,
+        1 / scoring.scale,
         scale_log2,
         num_requests,
         q_THd.stride(0),
@@ -214,6 +227,7 @@ def attend_packed(
         V_HEAD_STRIDE=v_TKd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
         WINDOW=scoring.sliding_window,
+        NUM_BIASES=0 if biases_HW is None else biases_HW.shape[1],
         CAP_SCALE=cap_scale,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

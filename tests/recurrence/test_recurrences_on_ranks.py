@@ -1,0 +1,130 @@
+"""Recurrences whose heads are divided among ranks: their sizes, their sums, and the tokens of two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import family, write_checkpoint
+from family_comparison import difference_of, verified_passes
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compiled_engine.cli.device_plan import rank_plan
+from compiled_engine.config import ModelConfig
+from compiled_engine.engine.cache_memory import allocate, block_bytes
+from compiled_engine.llm import LLM
+from compiled_engine.models.foreign.transformers_model import build_foreign_model
+from compiled_engine.other_engines.translate import make_options
+from compiled_engine.parallel.rank_share import local_share
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.parallel import check_model
+
+SPACES = ("nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
+DUMMY = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "cache_dir": None, "skip_tokenizer_init": True}
+FAMILIES = (*SPACES, "kimi_linear", "bailing_hybrid", "qwen3_5_text", "qwen3_next")
+
+
+def write_config(name: str, folder: Path, **changes: Any) -> None:
+    """Write the config.json of a family's tiny model, without weights."""
+    config = AutoConfig.for_model(name, **{**family(name).to_divide().config(), **changes})
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+
+
+def model_of(name: str, folder: Path, **changes: Any) -> ModelConfig:
+    write_config(name, folder, **changes)
+    return resolve(make_options({**DUMMY, "model": folder})).model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_states_of_a_rank_are_those_of_a_model_of_its_size(name: str, tmp_path: Path) -> None:
+    """With groups that ranks divide, and with a single group, which each rank has."""
+    model = model_of(name, tmp_path)
+    check_model(model, 2)
+    local = local_share(model, 2)
+    assert local.recurrences is not None
+    assert local.transformers is not None
+    _, observed = build_foreign_model(local.transformers.config, local.dtype)
+    assert local.recurrences.states == observed.states
+    assert [heads.num_heads for heads in map(local.heads_of, range(local.num_layers))] == [
+        layer.num_heads for layer in observed.attention
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "size", "counted"),
+    [
+        ("nemotron_h", {}, 8, "4 attention heads"),
+        ("nemotron_h", {"num_attention_heads": 16}, 8, "4 n_groups"),
+        ("nemotron_h", {"intermediate_size": 97}, 2, "97 rows of the MLP"),
+        ("granitemoehybrid", {"shared_intermediate_size": 47}, 2, "47 rows of shared_intermediate_size"),
+        ("bamba", {}, 4, "mamba_expand, 2"),
+        ("kimi_linear", {"linear_num_heads": 3}, 2, "3 linear_num_heads"),
+    ],
+)
+def test_counts_that_ranks_cannot_divide_are_refused(
+    name: str, changes: dict[str, Any], size: int, counted: str, tmp_path: Path
+) -> None:
+    model = model_of(name, tmp_path, **changes)
+    with pytest.raises(
+        ValueError, match=f"tensor_parallel_size is {size}, which does not divide the model's {counted}; allowed"
+    ):
+        check_model(model, size)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_give_transformers_log_probabilities(name: str, tmp_path: Path) -> None:
+    oracle = write_checkpoint(tmp_path, family(name).to_divide())
+    difference = difference_of(tmp_path, oracle, {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2})
+    assert difference.is_right(torch.float32), difference
+    assert difference.tokens_equal
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("falcon_h1", marks=pytest.mark.product(one_in=2))])
+def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path: Path) -> None:
+    """A norm over a whole row has a sum of its own."""
+    case = family(name).to_divide()
+    layers = {field: kinds[:2] for field, kinds in case.changes.items() if field == "layer_types"}
+    write_checkpoint(tmp_path, replace(case, changes={**case.changes, **layers, "num_hidden_layers": 2}))
+    reports = verified_passes(tmp_path, {"device": "cpu", "tensor_parallel_size": 2})
+    sums = [report for report in reports if report.name == "tensor_parallel"]
+    # Granite: mixers, shared MLPs and experts of two layers, the norm of the first and the embedding. Falcon-H1: of
+    # each layer attention, the state space model and the MLP; groups are divided, and its norms with them.
+    expected = {"granitemoehybrid": 3 * 2 + 1 + 1, "falcon_h1": 3 * 2 + 1}[name]
+    for report in sums:
+        assert report.matches == report.contract == report.verified == expected
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["youtu", "nemotron_h", "kimi_linear", "qwen3_5_text"])
+def test_memory_is_known_before_the_start(name: str, tmp_path: Path) -> None:
+    """Latent rows of the KV cache, and states with room for drafts and snapshots: to the byte."""
+    write_config(name, tmp_path)
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    given = {**DUMMY, "model": tmp_path, "mode": "eager", "num_blocks": 5, "speculative_config": ngrams}
+    config = resolve(make_options({**given, "tensor_parallel_size": 2}))
+    plan, alone = rank_plan(config), resolve(make_options(given))
+    for each in (config, alone):
+        caches = {cache.data_ptr(): cache.nbytes for cache in allocate(each, 5) if cache.nbytes}
+        assert sum(caches.values()) == 5 * block_bytes(each) > 0
+    assert plan.block_bytes == block_bytes(config)
+    with LLM(tmp_path, **{key: value for key, value in given.items() if key != "model"}, progress=False) as llm:
+        metrics = llm.metrics()
+    assert metrics["kv_cache_bytes"] == 5 * block_bytes(alone)
+    if (recurrences := alone.model.recurrences) is None:
+        assert plan.state_bytes == metrics.get("state_bytes", 0) == 0
+        return
+    rows, snapshots = (
+        recurrences.num_rows * recurrences.row_bytes,
+        recurrences.num_snapshots * recurrences.snapshot_bytes,
+    )
+    assert rows + snapshots == metrics["state_bytes"] > 0
+    of_rank = config.model.recurrences
+    assert of_rank is not None
+    most = of_rank.num_rows * of_rank.row_bytes + of_rank.num_snapshots * of_rank.snapshot_bytes
+    assert plan.state_bytes == most // 2  # groups and heads are all divided
