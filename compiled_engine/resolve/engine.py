@@ -23,6 +23,7 @@ from compiled_engine.config import (
     SpeculationConfig,
     json_value,
 )
+from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.features.sleep.mapped_memory import PACKAGE, has_driver_functions
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
@@ -107,8 +108,6 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     caches_prefixes = _caches_prefixes(options, model, num_snapshots, reasons)
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
-    if model.latent_dim:
-        reasons["model.latent_dim"] = "latent attention: a row of the KV cache is the key and the value of all heads"
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     speech = resolve_speech(options, model, scheduler, device, reasons)
     settings = processor_settings(options)
@@ -153,6 +152,11 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     config = replace(config, speculation=resolve_speculation(options, config, progress))
     if config.batch_invariant:
         require_invariant_steps(config)
+    if model.latent_dim:
+        reasons["model.latent_dim"] = (
+            "latent attention: a row of the KV cache is the key and the value of all heads; a block of "
+            f"{config.cache.block_size} tokens has {block_bytes(config):,} bytes on a rank"
+        )
     return replace(config, cache=resolve_host_blocks(options, config))
 
 

@@ -1,4 +1,7 @@
-"""Recurrences whose heads are divided among ranks: their sizes, their sums, and the tokens of two ranks."""
+"""Families whose layers ranks divide in a way of their own: recurrences, and Gemma 4.
+
+The sizes of a rank, its memory, sums over ranks, and the tokens of two ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,42 @@ from typing import Any
 
 import pytest
 import torch
-from families import family, write_checkpoint
+from families import WINDOW, Family, family, write_checkpoint
 from family_comparison import difference_of, verified_passes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compiled_engine.cli.device_plan import rank_plan
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, Recurrences
 from compiled_engine.engine.cache_memory import allocate, block_bytes
 from compiled_engine.llm import LLM
 from compiled_engine.models.foreign.transformers_model import build_foreign_model
 from compiled_engine.other_engines.translate import make_options
-from compiled_engine.parallel.rank_share import local_share
+from compiled_engine.parallel.rank_share import local_model, local_share
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.parallel import check_model
 
 SPACES = ("nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
 DUMMY = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "cache_dir": None, "skip_tokenizer_init": True}
+# The last two of four layers have no keys and values of their own; embeddings by layer, whose vocabulary is divided.
+GEMMA4 = Family(
+    "gemma4_text",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 132,
+        "pad_token_id": 0,
+    },
+)
 FAMILIES = (*SPACES, "kimi_linear", "bailing_hybrid", "qwen3_5_text", "qwen3_next")
+DRAWN = pytest.mark.product(one_in=1000)
+ALWAYS = ("nemotron_h", "granitemoehybrid", "kimi_linear")  # divided groups, a single one, and a delta rule
 
 
 def write_config(name: str, folder: Path, **changes: Any) -> None:
@@ -39,7 +61,10 @@ def model_of(name: str, folder: Path, **changes: Any) -> ModelConfig:
     return resolve(make_options({**DUMMY, "model": folder})).model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.product(one_in=1000)) for name in FAMILIES],
+)
 def test_states_of_a_rank_are_those_of_a_model_of_its_size(name: str, tmp_path: Path) -> None:
     """With groups that ranks divide, and with a single group, which each rank has."""
     model = model_of(name, tmp_path)
@@ -76,16 +101,20 @@ def test_counts_that_ranks_cannot_divide_are_refused(
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_give_transformers_log_probabilities(name: str, tmp_path: Path) -> None:
-    oracle = write_checkpoint(tmp_path, family(name).to_divide())
+@DRAWN
+@pytest.mark.parametrize(
+    "case", [GEMMA4, *map(family, ("gemma4_text", *FAMILIES))], ids=["gemma4, shared keys", "gemma4_text", *FAMILIES]
+)
+def test_two_ranks_give_transformers_log_probabilities(case: Family, tmp_path: Path) -> None:
+    """Of one family without --all."""
+    oracle = write_checkpoint(tmp_path, case.to_divide())
     difference = difference_of(tmp_path, oracle, {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2})
     assert difference.is_right(torch.float32), difference
     assert difference.tokens_equal
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("falcon_h1", marks=pytest.mark.product(one_in=2))])
+@DRAWN
+@pytest.mark.parametrize("name", ["granitemoehybrid", "falcon_h1"])
 def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path: Path) -> None:
     """A norm over a whole row has a sum of its own."""
     case = family(name).to_divide()
@@ -101,7 +130,7 @@ def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["youtu", "nemotron_h", "kimi_linear", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["youtu", "granitemoehybrid", "kimi_linear", "qwen3_5_text"])
 def test_memory_is_known_before_the_start(name: str, tmp_path: Path) -> None:
     """Latent rows of the KV cache, and states with room for drafts and snapshots: to the byte."""
     write_config(name, tmp_path)
@@ -118,13 +147,17 @@ def test_memory_is_known_before_the_start(name: str, tmp_path: Path) -> None:
     assert metrics["kv_cache_bytes"] == 5 * block_bytes(alone)
     if (recurrences := alone.model.recurrences) is None:
         assert plan.state_bytes == metrics.get("state_bytes", 0) == 0
+        assert (
+            f"a block of {alone.cache.block_size} tokens has {block_bytes(alone):,}"
+            in alone.reasons["model.latent_dim"]
+        )
         return
-    rows, snapshots = (
-        recurrences.num_rows * recurrences.row_bytes,
-        recurrences.num_snapshots * recurrences.snapshot_bytes,
-    )
-    assert rows + snapshots == metrics["state_bytes"] > 0
-    of_rank = config.model.recurrences
-    assert of_rank is not None
-    most = of_rank.num_rows * of_rank.row_bytes + of_rank.num_snapshots * of_rank.snapshot_bytes
-    assert plan.state_bytes == most // 2  # groups and heads are all divided
+    assert plan.state_bytes > 0
+    assert metrics["state_bytes"] == _state_bytes(recurrences)
+    assert (of_rank := local_model(config).recurrences) is not None
+    assert plan.state_bytes == _state_bytes(of_rank)
+
+
+def _state_bytes(recurrences: Recurrences) -> int:
+    snapshots = recurrences.num_snapshots * recurrences.snapshot_bytes
+    return recurrences.num_rows * recurrences.row_bytes + snapshots
