@@ -69,8 +69,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.latent_dim))
     foreign, recurrences = model.transformers, model.recurrences
     if foreign is not None:
-        sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim
-        values = _divided_config(json.loads(foreign.config), num_ranks, sizes, vocab_size)
+        values = _divided_config(json.loads(foreign.config), num_ranks, usual, vocab_size)
         values |= _divided_recurrences(values, model, num_ranks)
         foreign = replace(foreign, config=json.dumps(values, sort_keys=True))
     return replace(
@@ -86,21 +85,18 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     )
 
 
-def _divided_config(
-    values: dict[str, Any], num_ranks: int, heads: tuple[int, int, int], vocab_size: int
-) -> dict[str, Any]:
+def _divided_config(values: dict[str, Any], num_ranks: int, heads: HeadShape, vocab_size: int) -> dict[str, Any]:
     """Return the fields of a transformers configuration with the sizes of one rank.
 
-    heads: (query heads of a rank, KV heads of a rank, elements of a head). vocab_size: tokens of a rank.
+    heads: those of a rank, in the first layer with attention. vocab_size: tokens of a rank.
     """
-    num_heads, num_kv_heads, head_dim = heads
-    changed: dict[str, Any] = {"num_attention_heads": num_heads, "vocab_size": vocab_size}
-    if values.get("qk_rope_head_dim") is not None:
-        num_kv_heads = num_heads  # of latent attention: each query head has keys of its own
-    elif values.get("head_dim") is None:  # the code would divide hidden_size by the number of heads
-        changed["head_dim"] = head_dim
-    if values.get("num_key_value_heads") is not None or num_kv_heads != num_heads:
-        changed["num_key_value_heads"] = num_kv_heads
+    changed: dict[str, Any] = {"num_attention_heads": heads.num_heads, "vocab_size": vocab_size}
+    if values.get("qk_rope_head_dim") is not None:  # latent attention: each query head has keys of its own
+        changed["num_key_value_heads"] = heads.num_heads
+    elif values.get("num_key_value_heads") is not None or heads.num_kv_heads != heads.num_heads:
+        changed["num_key_value_heads"] = heads.num_kv_heads
+    if values.get("qk_rope_head_dim") is None and values.get("head_dim") is None:
+        changed["head_dim"] = heads.head_dim  # the code would divide hidden_size by the number of heads
     if isinstance(others := values.get("num_global_key_value_heads"), int):  # of Gemma 4's layers without a window
         changed["num_global_key_value_heads"] = max(1, others // num_ranks)
     if isinstance(tokens := values.get("vocab_size_per_layer_input"), int) and tokens % num_ranks == 0:
@@ -164,6 +160,8 @@ def _divided_recurrences(values: Mapping[str, Any], model: ModelConfig, num_rank
         return {}
     (heads, num_heads), (groups, num_groups) = found
     changed: dict[str, Any] = {groups: local_groups(num_groups, num_ranks), heads: num_heads // num_ranks}
+    if "mamba_n_groups" in values:  # Nemotron-H's code prefers it to its own field
+        changed["mamba_n_groups"] = changed[groups]
     if isinstance(section := values.get("linear_attn_config"), dict):  # Kimi's checkpoints state the heads there
         changed["linear_attn_config"] = section | {"num_heads": changed[heads]}
     matrix = _matrix(model.recurrences.states)
