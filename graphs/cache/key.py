@@ -148,7 +148,8 @@ OTHER_FIELDS = (
     "model.rope.short_factor",
     "model.rope.long_factor",
     "model.attention_sinks",
-    "model.linear_biases",  # follows from model.transformers.config
+    "model.linear_biases",  # these two follow from model.transformers.config
+    "model.num_biases",
     "model.local_rope_theta",
     "model.tie_word_embeddings",
     "model.max_position_embeddings",

@@ -116,6 +116,7 @@ PERTURBED: dict[str, Any] = {
     "model.attention_soft_cap": 50.0,
     "model.attention_sinks": (0,),
     "model.linear_biases": True,
+    "model.num_biases": 9,
     "model.refused_id": 1,
     "model.logit_soft_cap": 30.0,
     "model.local_rope_theta": 5e5,

@@ -59,7 +59,8 @@ class EagerImages:
         if self._images.vision.layer_token_id is not None:  # projections for all layers read the embeddings too
             decoder = model.get_submodule(path.rpartition(".")[0])
             decoder.get_submodule("embed_tokens").register_forward_hook(partial(self._merge_embedded, parts[0]))
-            decoder.get_submodule("embed_tokens_per_layer").register_forward_pre_hook(self._replace_ids)
+            # Before the hook of a divided vocabulary, which turns ids into a rank's rows.
+            decoder.get_submodule("embed_tokens_per_layer").register_forward_pre_hook(self._replace_ids, prepend=True)
         if self._images.vision.both_ways_in_windows:
             for number, window in enumerate(self._windows):
                 layer = model.get_submodule(f"{path}.{number}")

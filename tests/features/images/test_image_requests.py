@@ -171,8 +171,6 @@ def check_with(oracle: Oracle, **options: Any) -> None:
     ],
 )
 def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]) -> None:
-    if "tensor_parallel_size" in options and "Gemma4" in oracle.vision.architecture:
-        pytest.skip("models of Gemma 4 cannot be divided")
     check_with(oracle, mode="eager", **options)
 
 
