@@ -247,6 +247,7 @@ def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
 def test_packed_with_biases(check: Callable[..., str], num_tokens: int) -> None:
     dtype, shape = torch.bfloat16, (12, 12, 64)  # of MPNet

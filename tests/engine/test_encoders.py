@@ -73,9 +73,20 @@ def test_a_compiled_encoder_is_found_again_without_its_code(tmp_path: Path, engi
         assert llm.metrics()["passes"]["1-320"]["layer_norm"]["matches"] == 9
 
 
+@pytest.mark.shown_by("engine/test_encoders.py::test_a_compiled_encoder_is_found_again_without_its_code")
+def test_biases_by_relative_position_enter_a_compiled_encoder(tmp_path: Path, engine: Engine) -> None:
+    """MPNet with the modules of all-mpnet-base-v2: mean pooling, normalised."""
+    model = make_encoder(tmp_path, "mpnet", kinds=("mean",), max_length=300)
+    llm = engine(tmp_path, "compiled", verify_passes=True)
+    assert llm.config.model.num_biases == 257
+    for output in llm.embed(TEXTS):
+        assert_close(output.outputs.embedding, embedding(tmp_path, model, output.prompt_token_ids, kinds=("mean",)))
+    assert llm.metrics()["passes"]["1-320"]["layer_norm"]["matches"] == 1 + 2 * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("exact_float32")
-@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert", "mpnet"])
 @pytest.mark.parametrize("mode", ["eager", "graphed"])
 def test_vectors_on_a_gpu(family: str, mode: str, tmp_path: Path, engine: Engine) -> None:
     model = make_encoder(tmp_path, family)

@@ -130,7 +130,9 @@ def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["youtu", "granitemoehybrid", "kimi_linear", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "name", ["youtu", "kimi_linear", *(pytest.param(n, marks=DRAWN) for n in ("qwen3_5_text", "nemotron_h"))]
+)
 def test_memory_is_known_before_the_start(name: str, tmp_path: Path) -> None:
     """Latent rows of the KV cache, and states with room for drafts and snapshots: to the byte."""
     write_config(name, tmp_path)

@@ -30,7 +30,7 @@ from compiled_engine.resolve.recurrences import GIB, MIB, most_requests, resolve
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NEVER, DECODES, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_DECODE, GraphSupport.ALWAYS
 SCHEDULER = SchedulerConfig(16, 1024, 256, "fcfs")
-RECURRENCES = Recurrences((RowState("state", (4, 8), "float32"), RowState("tail", (3,), "bfloat16")))
+RECURRENCES = Recurrences((RowState("state", (4, 8), "float32"), RowState("tail", (4,), "bfloat16")))
 CASE = AttentionCase(
     "cuda", torch.float32, 4, 2, 640, KVFormat(torch.float32, 16)
 )  # of a size that no backend captures
@@ -294,7 +294,7 @@ def test_a_slow_mode_that_nobody_asked_for_is_warned_of(
 
 def test_states_of_requests_are_divided_among_ranks_and_bound_their_number() -> None:
     model = replace(tiny_config().model, recurrences=RECURRENCES)
-    assert [state_bytes(model, ranks) for ranks in (1, 2)] == [4 * 8 * 4 + 3 * 2, (4 * 8 * 4 + 3 * 2) // 2]
+    assert [state_bytes(model, ranks) for ranks in (1, 2)] == [4 * 8 * 4 + 4 * 2, (4 * 8 * 4 + 4 * 2) // 2]
     assert state_bytes(tiny_config().model, 1) == 0
     assert [most_requests(size, CPU) for size in (0, 1, GIB // 2, GIB, GIB + 1, 9 * GIB)] == [None, GIB, 2, 1, 1, 1]
     assert most_requests(GIB, CUDA) == 8
