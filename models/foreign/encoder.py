@@ -18,7 +18,7 @@ from compiled_engine.models.foreign.compat import mixed
 from compiled_engine.models.foreign.interfaces import PACKED_NAME, Step
 from compiled_engine.models.foreign.mechanisms import first_position, missing_mechanisms
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
-from compiled_engine.models.foreign.own_attention import adapt_own_attention
+from compiled_engine.models.foreign.own_attention import ENCODERS, adapt_own_attention
 
 
 class Encoder(nn.Module):
@@ -148,7 +148,7 @@ def make_encoder(
         raise UnsupportedModelError(f"it needs {', '.join(missing)}, which the engine does not have")
     if "position_ids" not in (known := inspect.signature(base.forward).parameters):
         raise UnsupportedModelError("its code takes no positions")
-    adapt_own_attention(base)
+    adapt_own_attention(base, ENCODERS)
     observation = observe(base, config.num_hidden_layers, encodes=True)
     if observation.attention[0].causal:
         return None

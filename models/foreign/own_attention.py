@@ -9,6 +9,7 @@ transformers (tests/support/families.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -277,19 +278,23 @@ _ATTENTION: dict[str, type[OwnAttention]] = {
     "falcon.FalconAttention": GroupedAttention,
     "bloom.BloomAttention": BloomAttention,
     "mpt.MptAttention": MosaicAttention,
-    "mpnet.MPNetSelfAttention": BucketedAttention,
 }
+# The same for encoders; those of the table above are compared as decoders alone.
+ENCODERS: dict[str, type[OwnAttention]] = {"mpnet.MPNetSelfAttention": BucketedAttention}
 
 
-def adapt_own_attention(model: PreTrainedModel) -> None:
-    """Change attention modules that compute scores themselves in place, so that they call AttentionInterface."""
+def adapt_own_attention(model: PreTrainedModel, known: Mapping[str, type[OwnAttention]] = _ATTENTION) -> None:
+    """Change attention modules that compute scores themselves in place, so that they call AttentionInterface.
+
+    known: the mixins of modules, by `folder.Class`; modules of other classes are not changed.
+    """
     count = 0
     for module in model.modules():
-        if _key_of(type(module)) == "mpnet.MPNetEncoder":
+        if known is ENCODERS and _key_of(type(module)) == "mpnet.MPNetEncoder":
             stack: Any = module
             stack.__class__ = mixed(BiasTable, type(module))
             stack.hold_buckets()
-        ours = _ATTENTION.get(_key_of(type(module)))
+        ours = known.get(_key_of(type(module)))
         if ours is None:
             continue
         own: Any = module
