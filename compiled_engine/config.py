@@ -198,7 +198,11 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    latent_dim: int = 0  # values are the first latent_dim elements of keys; 0: they are stored apart
+    # Latent attention: elements of the cached latent, and of a head's key and value; head_dim is that of a cached row,
+    # which all heads share. 0: keys and values are cached.
+    latent_dim: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,9 +236,11 @@ class ModelConfig:
     # Set if transformers' code is run; then rope, biases, rms_norm_eps and intermediate_size have no effect. None for a
     # textbook model.
     transformers: TransformersModel | None = None
-    # None: all layers have num_heads, num_kv_heads, head_dim and latent_dim.
+    # None: all layers have num_heads, num_kv_heads, head_dim, latent_dim, key_dim and value_dim.
     layer_heads: tuple[HeadShape, ...] | None = None
-    latent_dim: int = 0  # see HeadShape
+    latent_dim: int = 0  # see HeadShape, like key_dim and value_dim
+    key_dim: int = 0
+    value_dim: int = 0
     # The layer whose KV cache each layer reads: its own number, or that of an earlier layer, which writes the keys and
     # values of both. None: each layer has its own cache.
     kv_layers: tuple[int, ...] | None = None
@@ -270,7 +276,8 @@ class ModelConfig:
         """Return the number and size of a layer's attention heads."""
         if self.layer_heads is not None:
             return self.layer_heads[layer]
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.latent_dim)
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return HeadShape(*heads, self.latent_dim, self.key_dim, self.value_dim)
 
     def kv_layer(self, layer: int) -> int:
         """Return the number of the layer whose KV cache `layer` reads: `layer` itself, or an earlier layer."""

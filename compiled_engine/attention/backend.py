@@ -62,7 +62,8 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Store each token's K (index 0 of the cache's dim 1) and V (index 1) at its slot; slot -1 stores nothing.
 
-        For an 8-bit cache, K and V are quantised, see kv_codes.encode. kv_scales_2K: see Scoring.
+        For an 8-bit cache, K and V are quantised, see kv_codes.encode. kv_scales_2K: see Scoring. A cache of latent
+        rows, [N, 1, P, 1, w], stores K alone.
         """
         ...
 
@@ -79,6 +80,21 @@ class AttentionBackend(Protocol):
         Tokens of q and out beyond the batch's last request are padding, whose output is not read.
         """
         ...
+
+    def attend_latents(
+        self,
+        q_THd: torch.Tensor,
+        weight_Cr: torch.Tensor,
+        cache_N1P1w: torch.Tensor,
+        out_THv: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+    ) -> None:
+        """Write to `out_THv` the causal attention over a cache of latent rows; see `op.latent_attention`.
+
+        Padding is as in `attend`. Raises Refused in backends whose `accept` refuses cases with latent rows.
+        """
+        raise Refused(f"attention backend is {self.name}; allowed with latent rows: others")
 
     def attend_packed(
         self,

@@ -43,7 +43,7 @@ class AttentionCase:
     dtype: torch.dtype  # of queries and results
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # elements of a query and of a key
+    head_dim: int  # elements of a query and of a key in the cache
     cache: KVFormat | None  # None: attention is among the step's tokens alone
     sliding_window: int = 0  # see Scoring, like soft_cap and sinks
     soft_cap: float = 0.0
@@ -51,7 +51,10 @@ class AttentionCase:
     value_dim: int | None = None  # elements of a value; None: head_dim
     causal: bool = True
     query_len: int | None = None  # query tokens per request; None if they differ
-    latent_dim: int = 0  # of a cache of latent rows: values are the first latent_dim elements of keys; 0: no such cache
+    # Elements of the latent in a cache of latent rows, and of a head's key; 0: keys and values are cached. head_dim is
+    # then that of a row.
+    latent_dim: int = 0
+    key_dim: int = 0
     num_biases: int = 0  # of scores, by relative position, of a head: W of op.packed_attention; 0: none
 
     @property
@@ -102,7 +105,7 @@ class AttentionCase:
     def require_latent(self) -> KVFormat:
         """Return the format of the cache. Raises Refused unless the case is attention over paged latent rows.
 
-        A latent row is the key and, with its first elements, the value of all heads (multi-head latent attention).
+        All heads' keys and values are products of a latent row with a weight (multi-head latent attention).
 
         Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries.
         """
@@ -135,7 +138,9 @@ def cases_of(
             model.attention_soft_cap,
             layer in model.attention_sinks,
             causal=model.causal,
+            value_dim=heads.value_dim or None,
             latent_dim=heads.latent_dim,
+            key_dim=heads.key_dim,
             num_biases=model.num_biases,
         )
         for layer, heads, window in layers

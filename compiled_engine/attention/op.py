@@ -1,8 +1,9 @@
 """The custom ops of attention.
 
-There are three: write K and V to the paged cache and attend (`attention`); attend to a cache that already has them
-(`attend`); and attend among the tokens of each request, without a cache (`attend_packed`). They mutate their
-arguments, so the graph is split around them (graphs/compiler/split.py).
+There are four: write K and V to the paged cache and attend (`attention`); attend to a cache that already has them
+(`attend`); write latent rows and attend, with the weight that expands rows (`latent_attention`); and attend among the
+tokens of each request, without a cache (`attend_packed`). They mutate their arguments, so the graph is split around
+them (graphs/compiler/split.py).
 
 Models from transformers may change tensors in place, which no tracer can functionalise around an op that mutates its
 arguments. So their traces have functional stand-ins, named `..._value`; `passes.layout.lowering` replaces these by the
@@ -20,12 +21,13 @@ import torch
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.latents import LatentHeads
 
 _OF_FIELDS = {"str": "str", "torch.Tensor": "Tensor", "torch.Tensor | None": "Tensor?"}
+_INPUTS = ", ".join(f"{_OF_FIELDS[str(field.type)]} {field.name}" for field in fields(AttentionInputs))
 # The last arguments of the ops: the fields of Scoring, then those of AttentionInputs.
 SCORING_AND_INPUTS = (
-    "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, "
-    + ", ".join(f"{_OF_FIELDS[str(field.type)]} {field.name}" for field in fields(AttentionInputs))
+    f"float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, {_INPUTS}"
 )
 _TYPES: dict[Any, str] = {
     torch.Tensor | None: "Tensor?",
@@ -50,10 +52,7 @@ def write_kv(
     kv_scales_2K: torch.Tensor | None,
     backend: str,
 ) -> None:
-    """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache.
-
-    A cache of latent rows, [N, 1, P, 1, d], stores K alone, whose first elements are V.
-    """
+    """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache."""
     get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
 
@@ -97,6 +96,22 @@ def write_and_attend(
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
+def write_and_attend_latents(
+    q_THd: torch.Tensor,
+    row_T1w: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    weight_Cr: torch.Tensor,
+    scale: float,
+    *fields_of_inputs: Any,
+) -> None:
+    """Store this step's latent rows, then write to `out_THd` the attention over the cache; see `latent_attention`."""
+    inputs = AttentionInputs(*fields_of_inputs)
+    backend = get_backend(inputs.backend)
+    backend.write_kv(row_T1w, row_T1w, kv_cache_N2PKd, inputs.slot_mapping_T, None)
+    backend.attend_latents(q_THd, weight_Cr, kv_cache_N2PKd, out_THd, inputs, scale)
+
+
 def attend_packed(
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,
@@ -135,6 +150,14 @@ attention_op = torch.library.custom_op(
     f"{SCORING_AND_INPUTS}) -> ()",
 )
 attention_op.register_fake(_returns_nothing)
+latent_op = torch.library.custom_op(
+    "compiled_engine::latent_attention",
+    write_and_attend_latents,
+    mutates_args=("kv_cache_N2PKd", "out_THd"),
+    schema="(Tensor q_THd, Tensor row_T1w, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, Tensor weight_Cr, "
+    f"float scale, {_INPUTS}) -> ()",
+)
+latent_op.register_fake(_returns_nothing)
 packed_op = torch.library.custom_op(
     "compiled_engine::attend_packed",
     attend_packed,
@@ -148,6 +171,7 @@ packed_op.register_fake(_returns_nothing)
 ATTENTION_OPS: dict[str, Callable[..., None]] = {
     "compiled_engine::attention": write_and_attend,
     "compiled_engine::attend": attend,
+    "compiled_engine::latent_attention": write_and_attend_latents,
     "compiled_engine::attend_packed": attend_packed,
 }
 
@@ -181,16 +205,36 @@ def attention(
 ) -> torch.Tensor:
     """Return the causal attention [T, H, d] of this step's queries over their requests' whole contexts, in q's dtype.
 
-    The result has the head size of v, which is smaller than that of q and k if the cache has latent rows.
-
     First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
     max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p, and the later keys that
     inputs.keys_ahead_T adds. scale, soft_cap, sinks_H: see Scoring.
     """
-    out_THd = _like_queries(q_THd, v_TKd)
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
     torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
+
+
+def latent_attention(
+    q_THd: torch.Tensor,
+    row_T1w: torch.Tensor,
+    kv_cache_N1P1w: torch.Tensor,
+    weight_Cr: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+) -> torch.Tensor:
+    """Return the causal attention [T, H, v] of this step's queries over their requests' whole contexts, in q's dtype.
+
+    First writes the rows into the cache at inputs.slot_mapping_T.
+
+    q_THd: queries, whose last w - r elements belong to the rotated part of keys. row_T1w: a latent of r elements, then
+    the rotated part. weight_Cr: [H * (d - (w - r) + v), r], maps a latent to each head's key, without the rotated part,
+    and to its value; see latents.py. All have the same dtype. The inputs must not have keys_ahead_T.
+    """
+    out_THv = _like_values(q_THd, row_T1w, weight_Cr)
+    arguments = q_THd, row_T1w, kv_cache_N1P1w, out_THv, weight_Cr, scale
+    torch.ops.compiled_engine.latent_attention(*arguments, *inputs.flat())
+    return out_THv
 
 
 def packed_attention(
@@ -225,21 +269,17 @@ def _never_executed(*arguments: object) -> NoReturn:
     raise RuntimeError("the value of an attention op exists only in traces and cannot be executed")
 
 
-def _like_queries(q_THd: torch.Tensor, v_TKd: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return an uninitialised tensor with the heads of q and the head size of v. options: those of empty_like."""
-    value_dim = v_TKd.shape[-1]
-    return torch.empty_like(q_THd if q_THd.shape[-1] == value_dim else q_THd[..., :value_dim], **options)
+def _like_values(q_THd: torch.Tensor, row_T1w: torch.Tensor, weight_Cr: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor [T, H, v] with the heads of q and the head size of latent attention's values."""
+    heads = LatentHeads.of(q_THd, weight_Cr, row_T1w.shape[-1])
+    return q_THd.new_empty(q_THd.shape[0], heads.num_heads, heads.value)
 
 
-def _fake(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor, *others: object) -> torch.Tensor:
-    return _like_queries(q_THd, v_TKd, memory_format=torch.contiguous_format)
-
-
-def _fake_of_reading(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
+def _like_queries(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
 
 
-def _define_value(op: torch.library.CustomOpDef, fake: Callable[..., torch.Tensor] = _fake) -> None:
+def _define_value(op: torch.library.CustomOpDef, fake: Callable[..., torch.Tensor] = _like_queries) -> None:
     """Define the functional stand-in `NAME_value` of an op, for traces.
 
     The stand-in returns the result that the op writes to out_THd. It cannot be run.
@@ -259,13 +299,16 @@ def _define_value(op: torch.library.CustomOpDef, fake: Callable[..., torch.Tenso
 
 
 _define_value(attention_op)
-_define_value(attend_op, _fake_of_reading)
+_define_value(attend_op)
+_define_value(latent_op, lambda q_THd, row_T1w, cache, weight_Cr, *others: _like_values(q_THd, row_T1w, weight_Cr))
 _define_value(packed_op)
 
 ATTEND = torch.ops.compiled_engine.attend.default
 ATTEND_VALUE = torch.ops.compiled_engine.attend_value.default
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTENTION_VALUE = torch.ops.compiled_engine.attention_value.default
+LATENT_ATTENTION = torch.ops.compiled_engine.latent_attention.default
+LATENT_ATTENTION_VALUE = torch.ops.compiled_engine.latent_attention_value.default
 ATTEND_PACKED = torch.ops.compiled_engine.attend_packed.default
 ATTEND_PACKED_VALUE = torch.ops.compiled_engine.attend_packed_value.default
 
@@ -307,6 +350,21 @@ def attend_or_value(
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     torch.ops.compiled_engine.attend(q_THd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
+
+
+def latent_attention_or_value(
+    q_THd: torch.Tensor,
+    row_T1w: torch.Tensor,
+    kv_cache_N1P1w: torch.Tensor,
+    weight_Cr: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+) -> torch.Tensor:
+    """Return the result of `latent_attention`. While a tracer runs, call its functional stand-in instead."""
+    if torch.compiler.is_compiling():
+        arguments = q_THd, row_T1w, kv_cache_N1P1w, weight_Cr, scale
+        return torch.ops.compiled_engine.latent_attention_value(*arguments, *inputs.flat())
+    return latent_attention(q_THd, row_T1w, kv_cache_N1P1w, weight_Cr, inputs, scale)
 
 
 def packed_attention_or_value(

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from compiled_engine.config import ImagesConfig, ModelConfig, RowState
 from compiled_engine.kv_format import halves_of
@@ -96,7 +95,7 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
         weight_bytes=sum(_stored_bytes(config, *each) for each in (*body.values(), ("lm_head.weight", head))),
         linear_params=sum(p.numel() for _, p in body.values() if p.dim() == 2) + chosen_params,
         head_params=head.numel(),  # type: ignore[operator]
-        attention=tuple(_attention(config, model)),
+        attention=tuple(_attention(config)),
         expert_bytes=sum(_stored_bytes(config, name, p) // num_experts for name, p in of_experts.items()),
         num_experts=num_experts,
         experts_per_token=per_token,
@@ -105,16 +104,14 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     )
 
 
-def _attention(config: ModelConfig, model: nn.Module) -> Iterator[AttentionSizes]:
-    expansions = [p for name, p in model.named_parameters() if name.endswith("kv_b_proj.weight")]
+def _attention(config: ModelConfig) -> Iterator[AttentionSizes]:
     for layer, window in enumerate(config.sliding_windows):
         heads = config.heads_of(layer)
         if not heads.num_heads:
             continue
         values = halves_of(heads.latent_dim) * heads.num_kv_heads * heads.head_dim
-        width = 2 * heads.head_dim
-        if heads.latent_dim:  # a head's key and value are shorter than the row that they are made from
-            width = expansions[0].shape[0] // heads.num_heads + heads.head_dim - heads.latent_dim
+        # With latents, a head's key and value are shorter than the row that they are made from.
+        width = heads.key_dim + heads.value_dim if heads.latent_dim else 2 * heads.head_dim
         yield AttentionSizes(window, values * config.dtype.itemsize, 2 * heads.num_heads * width)
 
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_engine.attention.backend import get_backend
-from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.case import AttentionCase, cases_of
 from compiled_engine.attention.inputs import (
     STEP_TENSORS,
+    AttentionInputs,
     Scoring,
     StepTensor,
     arguments_of,
@@ -287,8 +288,20 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
         width = head_width(config.cache_dtype, case.head_dim)
         kv_shape = 1, halves_of(case.latent_dim), block_size, case.num_kv_heads, width
         kv_cache = torch.zeros(kv_shape, dtype=config.cache_dtype, device=config.device)
-        out_THd = q_THd.new_empty(*q_THd.shape[:2], case.latent_dim or case.head_dim)
-        backend.attend(q_THd, kv_cache, out_THd, inputs, scoring)
+        if case.latent_dim:
+            _latent_attention(case, kv_cache, inputs, scale)
+            continue
+        backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
+
+
+def _latent_attention(case: AttentionCase, cache_N1P1w: torch.Tensor, inputs: AttentionInputs, scale: float) -> None:
+    """Call the attention of a layer with latent rows on newly allocated tensors."""
+    value_dim = case.value_dim or 0
+    q_THd = cache_N1P1w.new_zeros(inputs.sizes[0], case.num_heads, case.key_dim)
+    elements = case.num_heads * (case.key_dim - (case.head_dim - case.latent_dim) + value_dim)
+    weight_Cr = cache_N1P1w.new_zeros(elements, case.latent_dim)
+    out_THv = q_THd.new_empty(*q_THd.shape[:2], value_dim)
+    get_backend(inputs.backend).attend_latents(q_THd, weight_Cr, cache_N1P1w, out_THv, inputs, scale)
 
 
 @torch.inference_mode()

@@ -35,6 +35,8 @@ GRAPH_FIELDS = (
     "model.sliding_windows",
     "model.layer_heads",
     "model.latent_dim",
+    "model.key_dim",
+    "model.value_dim",
     "model.attention_scale",
     "model.attention_soft_cap",
     "model.logit_soft_cap",

@@ -38,7 +38,17 @@ def foreign_model(
     if description.architecture != name:  # a decoder, which runs as a causal language model
         return foreign_model(fields, path, dtype, cache_dir, [description.architecture])
     layers = description.layers
-    heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.latent_dim) for layer in layers)
+    heads = tuple(
+        HeadShape(
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.latent_dim,
+            layer.key_dim,
+            layer.value_dim,
+        )
+        for layer in layers
+    )
     kv_layers = tuple(number if layer.kv_layer is None else layer.kv_layer for number, layer in enumerate(layers))
     attending = [layer for layer in layers if layer.num_heads]
     first = attending[0]

@@ -59,7 +59,9 @@ class LayerShape:
     soft_cap: float
     sinks: bool
     causal: bool = True
-    latent_dim: int = 0  # see HeadShape
+    latent_dim: int = 0  # see HeadShape, like key_dim and value_dim
+    key_dim: int = 0
+    value_dim: int = 0
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
     linear_bias: bool = False  # keys have their positions as elements, see alibi.py
     num_biases: int = 0  # of scores, by relative position, see attention.op.packed_attention; 0: none

@@ -11,7 +11,12 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import attend_or_value, attention_or_value, packed_attention_or_value
+from compiled_engine.attention.op import (
+    attend_or_value,
+    attention_or_value,
+    latent_attention_or_value,
+    packed_attention_or_value,
+)
 from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -128,9 +133,8 @@ def attend(
     window = step.sliding_windows[module.layer_idx]
     cache = step.kv_caches[module.layer_idx]
     if isinstance(module, LatentAttention):  # all heads attend to one row for each token
-        queries_THd = module.queries_of_rows(q_THd)
-        latents_THr = attention_or_value(queries_THd, k_TKd, v_TKd, cache, step.inputs, scale)
-        return module.values_of(latents_THr).unsqueeze(0), None
+        weight_Cr = module.kv_b_proj.weight
+        return latent_attention_or_value(q_THd, k_TKd, cache, weight_Cr, step.inputs, scale).unsqueeze(0), None
     value_dim = v_TKd.shape[-1]
     width = max(q_THd.shape[-1], value_dim)  # zeros at the end of a head change no score, and no element of a value
     q_THd, k_TKd, v_TKd = (_widened(x, width) for x in (q_THd, k_TKd, v_TKd))

@@ -1,9 +1,8 @@
 """Multi-head latent attention: keys and values of all heads are linear in one latent row for each token.
 
-A key of head h is (W_h c, p): c is the token's latent, p a rotated part that all heads share. A value is V_h c. With a
-query (q, r) the score is q W_h c + r p. So a query (q W_h, r) can attend to the row (c, p), and V_h maps the weighted
-sum of the latents c to the weighted sum of the values (DeepSeek-AI 2024, DeepSeek-V2). The cache then holds one row for
-each token, where keys and values would take a hundred times as much memory, and no key or value is ever computed.
+A key of head h is (W_h c, p): c is the token's latent, p a rotated part that all heads share. A value is V_h c. So the
+cache can hold one row (c, p) for each token, where keys and values would take a hundred times as much memory.
+`compiled_engine/attention/latents.py` describes how queries attend to rows.
 
 transformers' modules compute keys and values from latents and rotated parts in their method `expand_kv`; here the
 method returns rows and latents instead.
@@ -23,10 +22,12 @@ _METHOD = "expand_kv"
 
 
 class LatentAttention:
-    """Mixin for an attention module with latents: its keys are the rows (c, p), its values the latents c."""
+    """Mixin for an attention module with latents: its keys are the rows (c, p), its values the latents c.
+
+    The op of latent attention takes the weight of kv_b_proj, and expands rows itself where that is cheaper.
+    """
 
     kv_b_proj: nn.Linear  # from latents to the heads' keys, without the rotated part, and values
-    qk_nope_head_dim: int
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rows [1, 1, T, r + p] as keys and latents [1, 1, T, r] as values.
@@ -34,22 +35,6 @@ class LatentAttention:
         kv_nope: latents [1, 1, T, r]. k_rot: rotated parts [1, 1, T, p].
         """
         return torch.cat((kv_nope, k_rot), dim=-1), kv_nope
-
-    def queries_of_rows(self, q_THd: torch.Tensor) -> torch.Tensor:
-        """Return queries [T, H, r + p] whose products with rows equal the products of q with the heads' keys."""
-        to_keys_Hnr, _ = self._weights(q_THd.shape[1])
-        q_THn, rotated_THp = q_THd.tensor_split((self.qk_nope_head_dim,), dim=-1)
-        q_HTr = torch.bmm(q_THn.transpose(0, 1), to_keys_Hnr)
-        return torch.cat((q_HTr.transpose(0, 1), rotated_THp), dim=-1)
-
-    def values_of(self, latents_THr: torch.Tensor) -> torch.Tensor:
-        """Return the values [T, H, v] that each head computes from its latents [T, H, r]."""
-        _, to_values_Hvr = self._weights(latents_THr.shape[1])
-        return torch.bmm(latents_THr.transpose(0, 1), to_values_Hvr.transpose(1, 2)).transpose(0, 1)
-
-    def _weights(self, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_Hdr = self.kv_b_proj.weight.view(num_heads, -1, self.kv_b_proj.weight.shape[1])
-        return weight_Hdr[:, : self.qk_nope_head_dim], weight_Hdr[:, self.qk_nope_head_dim :]
 
 
 class Expansion(NamedTuple):
@@ -103,7 +88,8 @@ def latent_dim_of(module: Any, expansion: Expansion | None, keys: torch.Tensor, 
     sizes = keys.shape[1] * (own + values.shape[-1]), own
     if sizes != (linear.weight.shape[0], getattr(module, "qk_nope_head_dim", None)):
         return 0
-    return latent_dim if _expands_linearly(type(module)) else 0
+    fits = values.shape[-1] <= keys.shape[-1]  # ForeignAttention takes the result's memory from the shape of queries
+    return latent_dim if fits and _expands_linearly(type(module)) else 0
 
 
 def _expands_linearly(module_class: Any) -> bool:

@@ -63,7 +63,9 @@ class LayerAttention:
     soft_cap: float  # 0: none
     sinks: bool
     causal: bool = True  # a query sees no later keys
-    latent_dim: int = 0  # see HeadShape
+    latent_dim: int = 0  # see HeadShape, like key_dim and value_dim
+    key_dim: int = 0
+    value_dim: int = 0
     kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
     linear_bias: bool = False  # keys have their positions as elements, see alibi.py
     num_biases: int = 0  # of scores, by relative position, see attention.op.packed_attention; 0: none
@@ -206,7 +208,7 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its heads of q and k differ in size, or those of k and v in number")
         self._records = False  # evaluating the mask is not part of the layer
         window, causal = found[0].sight if found else (None, True)
-        latent_dim = 0
+        latent_dim, of_latents = 0, (0, 0, 0)
         if causal and window is None and not softcap and s_aux is None:
             latent_dim = latent_dim_of(module, self.expansions.get(module), key, value)
         self._records = True
@@ -221,13 +223,14 @@ class _Observer(TorchDispatchMode):
         num_kv_heads, head_dim = key.shape[1], max(key.shape[-1], value.shape[-1])
         if latent_dim:
             num_kv_heads, head_dim = 1, latent_dim + self.expansions[module].rotated.shape[-1]
+            of_latents = latent_dim, key.shape[-1], value.shape[-1]
         same = (other for other, (its_key, its_value) in self.kv.items() if key is its_key and value is its_value)
         kv_layer = next(same, None)
         if kv_layer is None:
             self.kv[layer] = key, value
         sizes = query.shape[1], num_kv_heads, head_dim
         self.calls[layer] = LayerAttention(
-            *(*sizes, window, softcap or 0.0, s_aux is not None, causal, latent_dim, kv_layer, linear_bias),
+            *(*sizes, window, softcap or 0.0, s_aux is not None, causal, *of_latents, kv_layer, linear_bias),
             0 if biases_HW is None else biases_HW.shape[1],
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

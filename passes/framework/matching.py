@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from compiled_engine.attention.op import ATTEND, ATTENTION
+from compiled_engine.attention.op import ATTEND, ATTENTION, LATENT_ATTENTION
 from compiled_engine.passes.framework.graph_pass import PassResult, Replacement
 
 aten = torch.ops.aten
@@ -20,8 +20,9 @@ ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 
 
 def attention_calls(graph: fx.Graph) -> list[fx.Node]:
-    """Return the calls of attention over the KV cache: those that write keys and values, then those that only read."""
-    return [node for op in (ATTENTION, ATTEND) for node in graph.find_nodes(op="call_function", target=op)]
+    """Return the calls of attention over the KV cache: first those that write to it, then those that only read it."""
+    ops = ATTENTION, LATENT_ATTENTION, ATTEND
+    return [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
 
 
 def rewrite_calls(

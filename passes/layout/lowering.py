@@ -18,6 +18,8 @@ from compiled_engine.attention.op import (
     ATTEND_VALUE,
     ATTENTION,
     ATTENTION_VALUE,
+    LATENT_ATTENTION,
+    LATENT_ATTENTION_VALUE,
 )
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -114,7 +116,12 @@ def _is_derivation(node: fx.Node) -> bool:
 # (compiled_engine/attention/op.py). Each layer's cache is an input with no other reader. Layers that share keys and
 # values get one tensor for their caches: the first of them writes to it, and the others only read.
 
-_ATTENTIONS = ((ATTENTION_VALUE, ATTENTION), (ATTEND_VALUE, ATTEND), (ATTEND_PACKED_VALUE, ATTEND_PACKED))
+_ATTENTIONS = (
+    (ATTENTION_VALUE, ATTENTION),
+    (LATENT_ATTENTION_VALUE, LATENT_ATTENTION),
+    (ATTEND_VALUE, ATTEND),
+    (ATTEND_PACKED_VALUE, ATTEND_PACKED),
+)
 
 
 class ForeignAttention(GraphPass):
@@ -135,7 +142,7 @@ class ForeignAttention(GraphPass):
             for node in graph.find_nodes(op="call_function", target=value):
                 with graph.inserting_before(node):
                     like, head_dim = arg(node, 0), node.meta["val"].shape[-1]
-                    if like.meta["val"].shape[-1] != head_dim:  # the cache has latent rows
+                    if like.meta["val"].shape[-1] != head_dim:  # values of latent attention may be shorter
                         like = emit(graph, aten.slice.Tensor, like, -1, 0, head_dim)
                     out = _buffer_like(graph, like)
                     emit_named(graph, op, named(node) | {"out_THd": out})

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from compiled_engine.attention.op import LATENT_ATTENTION
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -120,8 +121,8 @@ def is_looked_up(weight: fx.Node) -> bool:
 
 
 def is_read_in_parts(weight: fx.Node) -> bool:
-    """Return whether the graph reads a view of the matrix, as latent attention does, instead of multiplying by it."""
-    return any(user.target is aten.view.default for user in weight.users)
+    """Return whether an op reads parts of the matrix, as latent attention does, instead of multiplying by it."""
+    return any(user.target is LATENT_ATTENTION for user in weight.users)
 
 
 _EMBEDDINGS = (aten.embedding.default, aten.index.Tensor, vocabulary_part)

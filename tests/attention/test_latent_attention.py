@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from interpreting_process import interpret
 from latent_cases import CASES, LatentCase, mistake
 
 from compiled_engine.attention.backend import choose_backend, get_backend
+from compiled_engine.attention.backends import latent_step
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.triton_expansion import (
+    Workspace,
+    attend_expanded_kernel,
+    expand_rows_kernel,
+    expanded_tiles,
+    place_kernel,
+    tile_of,
+)
 from compiled_engine.attention.backends.triton_latents import (
     attend_latents_kernel,
     combine_latents_kernel,
@@ -23,6 +33,7 @@ from compiled_engine.attention.backends.triton_latents import (
     write_latents_kernel,
 )
 from compiled_engine.attention.case import KVFormat, Refused
+from compiled_engine.attention.latents import LatentHeads, expands
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASKED = LatentCase("", ((0, 1),)).asked("cpu", torch.float32)
@@ -80,6 +91,10 @@ def test_partial_results_take_little_memory() -> None:
 
 
 DRAWN = pytest.mark.product(one_in=1000)
+TYPES = dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+TYPES |= dict.fromkeys(("places_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32")
+TYPES |= dict.fromkeys(("partial_ptr", "partial_max_ptr", "partial_sum_ptr"), "*fp32")
+TYPES |= {"slot_mapping_ptr": "*i64", "scale_log2": "fp32"}
 
 
 # Elements, heads of a rank, latent, rotated part: of DeepSeek-V3 on eight ranks and on one, and of MiniCPM3.
@@ -95,7 +110,9 @@ def test_kernels_compile_for_hopper(element: str, num_heads: int, latent: int, r
     """Tiles fit into the registers, and into the shared memory of every supported GPU."""
     width, tiles = latent + rotated, latent_tiles(num_heads, 2 if element == "bf16" else 4)
     constants = {
-        "Q_HEAD_STRIDE": width,
+        "Q_HEAD_STRIDE": latent,
+        "ROTATED_HEAD_STRIDE": 128 + rotated,
+        "ROTATED_MULTIPLE": 8,
         "OUT_HEAD_STRIDE": latent,
         "NUM_HEADS": num_heads,
         "BLOCK_SIZE": 16,
@@ -109,15 +126,109 @@ def test_kernels_compile_for_hopper(element: str, num_heads: int, latent: int, r
         "TILE_S": 8,
         "GRAIN": 32,
     }
-    types = dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
-    types |= dict.fromkeys(("partial_ptr", "partial_max_ptr", "partial_sum_ptr"), "*fp32")
-    types |= {"slot_mapping_ptr": "*i64", "scale_log2": "fp32"}
     for kernel, options in (
         (write_latents_kernel, {"num_warps": 2}),
         (combine_latents_kernel, {"num_warps": 4}),
         (attend_latents_kernel, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}),
     ):
-        program = compiled_for_hopper(kernel, constants, types, pointers=f"*{element}", **options)
-        assert program.metadata.shared <= MIN_SHARED_MEMORY
-        assert stack_bytes(program) == 0
-        assert registers(program) * 32 * options["num_warps"] <= 1 << 16
+        program = compiled_for_hopper(kernel, constants, TYPES, pointers=f"*{element}", **options)
+        assert_fits(program, MIN_SHARED_MEMORY, options["num_warps"])
+
+
+def assert_fits(program: Any, shared_memory: int, num_warps: int) -> None:
+    assert program.metadata.shared <= shared_memory
+    assert stack_bytes(program) == 0
+    assert registers(program) * 32 * num_warps <= 1 << 16
+
+
+# Of GLM-4.7-Flash, DeepSeek-V3 on eight ranks and MiniCPM3; on Hopper, and with the tiles of every GPU.
+@pytest.mark.parametrize(
+    ("element", "sizes", "on_hopper"),
+    [
+        ("bf16", LatentHeads(20, 192, 64, 512, 256), True),
+        *(
+            pytest.param("bf16", sizes, on_hopper, marks=DRAWN)
+            for sizes in (LatentHeads(16, 128, 64, 512, 128), LatentHeads(40, 64, 32, 256, 64))
+            for on_hopper in (False, True)
+        ),
+        pytest.param("bf16", LatentHeads(20, 192, 64, 512, 256), False, marks=DRAWN),
+        pytest.param("fp32", LatentHeads(20, 192, 64, 512, 256), True, marks=DRAWN),
+    ],
+)
+def test_kernels_of_expanded_prompts_compile_for_hopper(element: str, sizes: LatentHeads, on_hopper: bool) -> None:
+    tiles = expanded_tiles(sizes, 2 if element == "bf16" else 4, hopper=on_hopper)
+    constants = {
+        "Q_HEAD_STRIDE": sizes.key,
+        "OUT_HEAD_STRIDE": sizes.value,
+        "BLOCK_SIZE": 16,
+        "LATENT": sizes.latent,
+        "ROTATED": sizes.rotated,
+        "OWN": sizes.own,
+        "KEY": sizes.key,
+        "VALUE": sizes.value,
+        "TILE_L": tiles.rows,
+        "TILE_C": tiles.columns,
+        "TILE_R": tiles.chunk,
+        "TILE_P": sizes.rotated,
+        "TILE_M": tiles.queries,
+        "TILE_N": tiles.keys,
+        "TILE_K": tile_of(sizes.key),
+        "TILE_V": tile_of(sizes.value),
+        "MULTIPLE": 8,
+        "CROSSOVER": sizes.crossover,
+    }
+    of_products = {
+        "X_HEAD_STRIDE": sizes.key,
+        "WEIGHT_HEAD_STRIDE": (sizes.own + sizes.value) * sizes.latent,
+        "WEIGHT_K_STRIDE": sizes.latent,
+        "WEIGHT_C_STRIDE": 1,
+        "NUM_K": sizes.own,
+        "NUM_C": sizes.latent,
+        "TILE_M": latent_step.TILE_M,
+        "TILE_C": latent_step.TILE_C,
+        "TILE_K": latent_step.TILE_K,
+    }
+    expand_options = {"num_warps": tiles.expand_warps, "num_stages": tiles.expand_stages}
+    for kernel, given, options in (
+        (place_kernel, {}, {"num_warps": 1}),
+        (latent_step.multiply_kernel, of_products, {"num_warps": 4, "num_stages": 2}),
+        (expand_rows_kernel, {}, expand_options),
+        (attend_expanded_kernel, {}, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}),
+    ):
+        program = compiled_for_hopper(kernel, constants | given, TYPES, pointers=f"*{element}", **options)
+        assert_fits(program, 220 << 10 if on_hopper else MIN_SHARED_MEMORY, options["num_warps"])
+
+
+def test_the_workspace_is_bounded_and_no_smaller_step_takes_more() -> None:
+    """The first batch of the warm-up has the most tokens and requests and the longest bound; its memory is measured."""
+    sizes, most = LatentHeads(20, 192, 64, 512, 256), 512 << 20
+
+    def workspace(num_tokens: int, num_requests: int, max_seq_len: int) -> Workspace:
+        found = Workspace.of(sizes, 2, 128, num_tokens, num_requests, max_seq_len, most)
+        assert found is not None
+        assert found.capacity * 128 * found.heads * sizes.key * 2 * 2 <= found.nbytes <= most
+        return found
+
+    largest = workspace(8192, 256, 131_072)
+    for step in ((8192, 1, 131_072), (8192, 3, 4000), (256, 1, 256), (8192, 60, 131_072), (300, 256, 131_072)):
+        assert workspace(*step).nbytes <= largest.nbytes
+    assert workspace(8192, 3, 4000).heads == 20  # a step of usual prompts expands all heads at once
+    assert workspace(8192, 1, 131_072).heads == 4
+    assert Workspace.of(sizes, 2, 128, 255, 3, 4000, most) is None
+    assert Workspace.of(sizes._replace(value=264), 2, 128, 8192, 3, 4000, most) is None
+
+
+def test_requests_are_expanded_where_that_takes_fewer_multiplications() -> None:
+    sizes = LatentHeads(20, 192, 64, 512, 256)
+
+    def multiplications(query_len: int, seq_len: int) -> tuple[float, float]:
+        pairs = query_len * (seq_len - query_len / 2)
+        product = sizes.latent * (sizes.own + sizes.value)
+        absorbed = query_len * product + pairs * (2 * sizes.latent + sizes.rotated)
+        return seq_len * product + pairs * (sizes.key + sizes.value), absorbed
+
+    for query_len in (1, 4, 300, 397, 399, 2048):
+        for seq_len in (query_len, query_len + 100, 4000, 100_000):
+            expanded, absorbed = multiplications(query_len, seq_len)
+            assert expands(query_len, seq_len, sizes.crossover) == (expanded < absorbed)
+    assert not expands(300, 1_000_000, LatentHeads(4, 600, 0, 512, 512).crossover)

@@ -112,6 +112,8 @@ PERTURBED: dict[str, Any] = {
     "model.sliding_windows": (8,),
     "model.layer_heads": (HeadShape(4, 1, 16),),
     "model.latent_dim": 8,
+    "model.key_dim": 12,
+    "model.value_dim": 8,
     "model.attention_scale": 0.5,
     "model.attention_soft_cap": 50.0,
     "model.attention_sinks": (0,),

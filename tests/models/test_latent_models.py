@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from family_comparison import difference_after_passes, difference_of, fused_mode
 from greedy_engines import PROMPTS, SMALL, expected_in_company, generated, greedy
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
+from compiled_engine.attention.latents import LatentHeads, expands
 from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options
@@ -52,6 +54,20 @@ def test_tokens_are_transformers_whatever_runs_beside_them(tmp_path: Path) -> No
     drafted, metrics = generated(tmp_path, mode="eager", max_num_seqs=5, speculative_config=ngrams)
     assert drafted == expected
     assert metrics["draft_tokens"] > 0
+    check_cached_prefix(tmp_path, oracle)
+
+
+def check_cached_prefix(folder: Path, oracle: Any) -> None:
+    """Rows of a cached prefix are expanded for a long question about it, and not for a short one."""
+    prefix, questions = list(range(20, 44)), ([], [1, 2], list(range(30, 70)))
+    params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+    with LLM(folder, **SMALL, mode="eager", block_size=4) as llm:
+        for question in questions:
+            (output,) = llm.generate({"prompt_token_ids": prefix + question}, params)
+            assert list(output.outputs[0].token_ids) == greedy(oracle, prefix + question, 4)
+            assert output.num_cached_tokens == (len(prefix) if question else 0)
+    crossover = LatentHeads(4, 16, 8, 24, 12).crossover
+    assert [expands(len(each), len(prefix + each), crossover) for each in questions[1:]] == [False, True]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ import torch
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
-from compiled_engine.attention.inputs import Scoring, attention_inputs_of, step_of
+from compiled_engine.attention.inputs import attention_inputs_of, step_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BLOCK_SIZE = 16
@@ -31,12 +31,16 @@ class LatentCase:
     latent_dim: int = 24
     rotated: int = 8
     padding: int = 0
+    own: int = 16  # elements of a head's key without the rotated part
+    value_dim: int = 12
+    captured: bool = False  # the host does not know which requests are decodes, as in a captured graph
+    most_bytes: int = 0  # memory for expanded keys and values; 0: that of the backend
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         """Return the facts of the case by which a backend decides whether it supports it."""
         cache = KVFormat(dtype, BLOCK_SIZE)
-        width = self.latent_dim + self.rotated
-        return AttentionCase(device_type, dtype, self.num_heads, 1, width, cache, latent_dim=self.latent_dim)
+        sizes = {"value_dim": self.value_dim, "latent_dim": self.latent_dim, "key_dim": self.own + self.rotated}
+        return AttentionCase(device_type, dtype, self.num_heads, 1, self.latent_dim + self.rotated, cache, **sizes)
 
 
 DECODES = ((0, 1), (15, 1), (40, 1), (200, 1))
@@ -49,19 +53,28 @@ CASES = (
     LatentCase("more heads than a tile has rows", (*DECODES, (20, 5)), num_heads=40),
     LatentCase("heads that do not divide a tile", (*DECODES, (20, 9)), num_heads=12),
     LatentCase("one head", (*DECODES, (7, 30)), num_heads=1),
-    LatentCase("the sizes of DeepSeek-V3", ((90, 1), (3, 2)), num_heads=16, latent_dim=512, rotated=64),
-    LatentCase("the sizes of MiniCPM3", ((90, 1), (3, 2)), num_heads=8, latent_dim=256, rotated=32),
+    LatentCase("prompts that are expanded, and short questions", (*DECODES, (33, 98), (200, 3), (0, 170)), 3),
+    LatentCase("decodes that the host does not know", ((15, 1), (200, 1), (200, 3), (0, 260)), 3, captured=True),
+    LatentCase("expanded for two heads, then for one", ((0, 256),), 3, most_bytes=2 * 256 * 36 * 4),
+    LatentCase("prompts that do not fit", ((0, 130), (40, 140), (0, 60)), 3, most_bytes=256 * 36 * 4),
+    LatentCase("expanded, DeepSeek-V3", ((0, 257),), 1, 512, 64, padding=2, own=128, value_dim=128, captured=True),
+    LatentCase("DeepSeek-V3", ((90, 1), (3, 2)), 16, latent_dim=512, rotated=64, own=128, value_dim=128),
+    LatentCase("MiniCPM3", ((90, 1), (3, 2)), 8, latent_dim=256, rotated=32, own=64, value_dim=64),
 )
 
 
-def expected_of(q_THw: torch.Tensor, row_Lw: torch.Tensor, latent_dim: int, scale: float) -> torch.Tensor:
-    """Return the attention of a request's last tokens, [T, H, r], in float64."""
-    q_HTw, row_Lw = q_THw.double().transpose(0, 1), row_Lw.double()
-    num_queries, length = q_HTw.shape[1], len(row_Lw)
+def expected_of(q_THd: torch.Tensor, weight_Cr: torch.Tensor, row_Lw: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the attention of a request's last tokens, [T, H, v], in float64, with expanded keys and values."""
+    q_HTd, row_Lw = q_THd.double().transpose(0, 1), row_Lw.double()
+    (num_heads, num_queries, key_dim), length = q_HTd.shape, len(row_Lw)
+    latent_Lr, rotated_Lp = row_Lw.tensor_split((weight_Cr.shape[1],), dim=1)
+    expanded_HLe = latent_Lr @ weight_Cr.double().unflatten(0, (num_heads, -1)).transpose(1, 2)
+    own_HLn, values_HLv = expanded_HLe.tensor_split((key_dim - rotated_Lp.shape[1],), dim=2)
+    keys_HLd = torch.cat((own_HLn, rotated_Lp.expand(num_heads, -1, -1)), dim=2)
     positions_T1 = torch.arange(length - num_queries, length)[:, None]
-    hidden_TL = (torch.arange(length) > positions_T1).to(q_HTw.device)
-    weights_HTL = (q_HTw @ row_Lw.t() * scale).masked_fill(hidden_TL, -math.inf).softmax(-1)
-    return (weights_HTL @ row_Lw[:, :latent_dim]).transpose(0, 1)
+    hidden_TL = (torch.arange(length) > positions_T1).to(q_HTd.device)
+    weights_HTL = (q_HTd @ keys_HLd.transpose(1, 2) * scale).masked_fill(hidden_TL, -math.inf).softmax(-1)
+    return (weights_HTL @ values_HLv).transpose(0, 1)
 
 
 def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype) -> str | None:
@@ -82,6 +95,8 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
     if case.padding:
         step["attention_inputs.seq_lens_R"][len(lens) :] = 0
         step["attention_inputs.slot_mapping_T"][sum(lens) :] = -1
+    if case.captured:
+        step["attention_inputs.host_3"][0] = 0
     inputs = attention_inputs_of(step, backend_name)
     assert inputs.seq_lens_R.numel() == num_rows
     cache = torch.full((len(lens) * blocks_each + 1, 1, BLOCK_SIZE, 1, width), math.nan, dtype=dtype, device=device)
@@ -90,24 +105,30 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
         held = cache[torch.tensor(table), 0, :, 0].flatten(0, 1)
         held[:before] = row_Lw[:before]
         cache[torch.tensor(table), 0, :, 0] = held.unflatten(0, (-1, BLOCK_SIZE))
-    q_THw = random(total, case.num_heads, width)
+    q_THd = random(total, case.num_heads, case.own + case.rotated)
+    weight_Cr = random(case.num_heads * (case.own + case.value_dim), case.latent_dim) * case.latent_dim**-0.5
     new_T1w = torch.cat([*(x[before:] for x, (before, _) in zip(contexts, case.spans, strict=True))])[:, None]
     new_T1w = torch.cat((new_T1w, new_T1w.new_full((case.padding, 1, width), math.nan)))
-    out_THr = torch.full((total, case.num_heads, case.latent_dim), math.nan, dtype=dtype, device=device)
+    out_THv = torch.full((total, case.num_heads, case.value_dim), math.nan, dtype=dtype, device=device)
     backend = get_backend(backend_name)
     backend.accept(case.asked(torch.device(device).type, dtype))
-    backend.write_kv(new_T1w, new_T1w[..., : case.latent_dim], cache, inputs.slot_mapping_T)
-    scale = width**-0.5
-    backend.attend(q_THw, cache, out_THr, inputs, Scoring(scale))
+    backend.write_kv(new_T1w, new_T1w, cache, inputs.slot_mapping_T)
+    scale = (case.own + case.rotated) ** -0.5
+    if case.most_bytes and backend_name == "triton":
+        from compiled_engine.attention.backends.latent_step import attend_latents
+
+        attend_latents(q_THd, weight_Cr, cache, out_THv, inputs, scale, case.most_bytes)
+    else:
+        backend.attend_latents(q_THd, weight_Cr, cache, out_THv, inputs, scale)
     if not bool(cache[0].isnan().all()):
         return "padding is written to the cache"
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
     for row_Lw, (start, end) in zip(contexts, pairwise(starts), strict=True):
-        expected = expected_of(q_THw[start:end], row_Lw, case.latent_dim, scale)
-        error = (out_THr[start:end].double() - expected).abs()
+        expected = expected_of(q_THd[start:end], weight_Cr, row_Lw, scale)
+        error = (out_THv[start:end].double() - expected).abs()
         if not bool((error <= TOLERANCE[dtype] * (1 + expected.abs())).all()):
             return f"off by {float(error.max()):.3g} in the tokens from {start} to {end}"
-    if not bool((out_THr[sum(lens) :] == 0).all()):
+    if not bool((out_THv[sum(lens) :] == 0).all()):
         return "the results of padding are not zero"
     return None
 

@@ -68,13 +68,21 @@ class TorchBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        if holds_latents(kv_cache_N2PKd):
-            attend_latents(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring.scale)
-            return
         num_decodes, _, longest = inputs.host_3.tolist()
         if num_decodes:
             _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scoring)
         prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
+
+    def attend_latents(
+        self,
+        q_THd: torch.Tensor,
+        weight_Cr: torch.Tensor,
+        cache_N1P1w: torch.Tensor,
+        out_THv: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+    ) -> None:
+        attend_latents(q_THd, weight_Cr, cache_N1P1w, out_THv, inputs, scale)
 
     def attend_packed(
         self,

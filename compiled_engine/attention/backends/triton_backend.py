@@ -27,10 +27,11 @@ from compiled_engine.attention.backends.kernel_choice import (
     layer_facts,
     num_multiprocessors,
 )
+from compiled_engine.attention.backends.latent_step import attend_latents
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
-from compiled_engine.attention.backends.triton_latents import attend_latents, require_sizes, write_latents
+from compiled_engine.attention.backends.triton_latents import require_sizes, write_latents
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import (
@@ -152,9 +153,6 @@ class TritonBackend:
         scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
-        if holds_latents(kv_cache_N2PKd):
-            attend_latents(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
-            return
         layer, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window)
         match plan:
             case Plan(Kernel.LISTED_DECODE):
@@ -163,6 +161,18 @@ class TritonBackend:
                 coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
             case Plan(Kernel.DECODE, Splits() as splits):
                 decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
+
+    def attend_latents(
+        self,
+        q_THd: torch.Tensor,
+        weight_Cr: torch.Tensor,
+        cache_N1P1w: torch.Tensor,
+        out_THv: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+    ) -> None:
+        require_dense(cache_N1P1w, q_THd=q_THd, weight_Cr=weight_Cr, out_THv=out_THv)
+        attend_latents(q_THd, weight_Cr, cache_N1P1w, out_THv, inputs, scale)
 
     def attend_packed(
         self,

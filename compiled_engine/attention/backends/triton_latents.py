@@ -1,13 +1,14 @@
-"""Triton kernels for a cache of latent rows: storing rows, and attention of all query heads to the same rows.
+"""Triton kernels for a cache of latent rows: storing rows, and absorbed attention of all query heads to the same rows.
 
-A cached row has w elements. It is the key of all heads, and its first r elements are the value of all heads. The rows
-of a query tile are queries times heads of a request, so a tile of keys is read once for many heads. The keys of
-requests with one query are split among programs; a second kernel combines the results.
+A cached row has w elements. It is the key of all heads, and its first r elements, the latent, are the value of all
+heads (attention/latents.py). The rows of a query tile are queries times heads of a request, so a tile of keys is read
+once for many heads. The keys of requests with one query are split among programs; a second kernel combines the results.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,10 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, Splits, plan
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.kernel_choice import num_multiprocessors
 from compiled_engine.attention.backends.triton_combine import WIDEST_PART, Partials, combined, store_partials
-from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, normalised, scales, weigh
+from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, blocks_of, normalised, weigh
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -29,8 +30,8 @@ from compiled_engine.kernels.launcher import quick_launches
 MAX_LATENT, MAX_ROTATED = 512, 128
 MULTIPLE = 8
 # See kernel_arguments.
-NUMBERS = [*STEP_NUMBERS, "row_token_stride", "num_splits"]
-TENSORS = [*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr"]
+NUMBERS = [*STEP_NUMBERS, "row_token_stride", "rotated_token_stride", "num_splits"]
+TENSORS = [*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr", "places_ptr"]
 # Memory of the partial results of a step: latents are so long that as many splits as for other decodes may take more.
 MOST_PARTIAL_BYTES = 128 << 20
 SMALLEST_TILE = 16  # of a matrix product
@@ -104,7 +105,8 @@ def request_of(
 ) -> tl.tensor:
     """Return the index of a tile's request.
 
-    The tiles of request i begin with number query_start_loc[i] * NUM_HEADS // TILE_M + i.
+    The tiles of request i begin with number query_start_loc[i] * NUM_HEADS // TILE_M + i. Tiles before those of request
+    0 get request 0.
     """
     low = tile * 0
     above = low + num_requests
@@ -120,6 +122,7 @@ def request_of(
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
 def attend_latents_kernel(
     q_ptr: tl.tensor,
+    rotated_ptr: tl.tensor,
     cache_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
@@ -128,14 +131,18 @@ def attend_latents_kernel(
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
+    places_ptr: tl.tensor | None,
     scale_log2: tl.tensor,
     num_requests: tl.tensor,
     table_stride: tl.tensor,
     q_token_stride: tl.tensor,
+    rotated_token_stride: tl.tensor,
     out_token_stride: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
     Q_HEAD_STRIDE: tl.constexpr,
+    ROTATED_HEAD_STRIDE: tl.constexpr,
+    ROTATED_MULTIPLE: tl.constexpr,
     OUT_HEAD_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -153,10 +160,13 @@ def attend_latents_kernel(
     at once. The keys of a request with one query are split; a lone split writes the result to out, others store partial
     results. Rows of a request with seq_len 0 (padding) get zeros.
 
-    q_ptr: [T, H, WIDTH]; out_ptr: [T, H, LATENT]; cache_ptr: [N, 1, P, 1, WIDTH]. partial_ptr, partial_max_ptr,
-    partial_sum_ptr: see triton_combine.Partials, by request. query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see
-    AttentionInputs.
-    TILE_R, TILE_P: LATENT and WIDTH - LATENT, rounded up to powers of two.
+    q_ptr: [T, H, LATENT], queries of latents; out_ptr may be the same memory, since a program reads its rows before it
+    writes them. rotated_ptr: [T, H, WIDTH - LATENT], queries of rotated parts. cache_ptr: [N, 1, P, 1, WIDTH].
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see triton_combine.Partials, by request. query_start_loc_ptr,
+    seq_lens_ptr, block_table_ptr: see AttentionInputs. places_ptr: see triton_expansion; requests with a place are left
+    out; None: no request has one.
+    ROTATED_MULTIPLE: a power of two that divides rotated_token_stride. TILE_R, TILE_P: LATENT and WIDTH - LATENT,
+    rounded up to powers of two.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -165,13 +175,16 @@ def attend_latents_kernel(
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     seq_len = tl.load(seq_lens_ptr + request)
     first_row = (tile - start * NUM_HEADS // TILE_M - request) * TILE_M
+    unused = (first_row < 0) | (first_row >= query_len * NUM_HEADS)
+    if places_ptr is not None:
+        unused |= tl.load(places_ptr + request) >= 0
     last_query = tl.minimum((first_row + TILE_M - 1) // NUM_HEADS, query_len - 1)
     length = split_length(seq_len, num_splits, min_keys, GRAIN)
     is_split = (query_len == 1) & (length < seq_len)
     first_key = tl.where(is_split, split * length, 0)
     end_key = tl.minimum(seq_len - query_len + last_query + 1, seq_len)
     end_key = tl.where(is_split, tl.minimum(first_key + length, seq_len), end_key)
-    if (first_row >= query_len * NUM_HEADS) | ((split > 0) & ((query_len > 1) | (split * length >= seq_len))):
+    if unused | ((split > 0) & ((query_len > 1) | (split * length >= seq_len))):
         return
 
     rows_M = first_row + tl.arange(0, TILE_M)
@@ -186,8 +199,9 @@ def attend_latents_kernel(
     tokens_M = (start + queries_M).to(tl.int64)
     q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
     q_MR = tl.load(q_ptr + q_rows_M[:, None] + r_R[None, :], mask=mask_M[:, None] & of_latent_R[None, :], other=0.0)
+    rotated_M = tl.multiple_of(tokens_M * rotated_token_stride, ROTATED_MULTIPLE) + heads_M * ROTATED_HEAD_STRIDE
     q_MP = tl.load(
-        q_ptr + q_rows_M[:, None] + LATENT + p_P[None, :], mask=mask_M[:, None] & of_rotated_P[None, :], other=0.0
+        rotated_ptr + rotated_M[:, None] + p_P[None, :], mask=mask_M[:, None] & of_rotated_P[None, :], other=0.0
     )
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
     n_N = tl.arange(0, TILE_N)
@@ -278,38 +292,79 @@ def write_latents(row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping
     )
 
 
-def attend_latents(
-    q_THw: torch.Tensor, cache_N1P1w: torch.Tensor, out_THr: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
-) -> None:
-    """Write causal attention over the cache to `out_THr`, [T, H, r]. q_THw, out_THr: last dimension contiguous.
+class Requests(NamedTuple):
+    """Consecutive requests of a batch: the parts of AttentionInputs that belong to them, and the host's facts.
 
-    The launches depend on shapes and the host's bound of the contexts alone. The inputs must not have keys_ahead_T.
+    num_tokens: at least the tokens up to the end of the last request, counted from the beginning of the batch.
     """
-    assert inputs.keys_ahead_T is None
-    num_tokens, num_heads, width = q_THw.shape
-    latent_dim, num_requests = out_THr.shape[2], inputs.seq_lens_R.shape[0]
-    tiles = latent_tiles(num_heads, q_THw.element_size())
-    splits = latent_splits(num_requests, num_heads, latent_dim, inputs.sizes[4], q_THw)
-    partials = Partials.of(out_THr, num_requests, splits.count)
-    shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": out_THr.stride(1), "GRAIN": GRAIN}
+
+    query_start_loc_R1: torch.Tensor
+    seq_lens_R: torch.Tensor
+    block_table_RB: torch.Tensor
+    num_tokens: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, num_tokens: int, max_seq_len: int) -> Requests:
+        return cls(inputs.query_start_loc_R1, inputs.seq_lens_R, inputs.block_table_RB, num_tokens, max_seq_len)
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens_R.shape[0]
+
+    def first(self, count: int) -> Requests:
+        """Return the first `count` requests, which are decodes."""
+        tensors = self.query_start_loc_R1[: count + 1], self.seq_lens_R[:count], self.block_table_RB[:count]
+        return Requests(*tensors, count, self.max_seq_len)
+
+    def after(self, count: int) -> Requests:
+        """Return the requests after the first `count`."""
+        tensors = self.query_start_loc_R1[count:], self.seq_lens_R[count:], self.block_table_RB[count:]
+        return Requests(*tensors, self.num_tokens, self.max_seq_len)
+
+
+def attend_rows(
+    q_THr: torch.Tensor,
+    rotated_THp: torch.Tensor,
+    cache_N1P1w: torch.Tensor,
+    requests: Requests,
+    scale: float,
+    places_R: torch.Tensor | None = None,
+) -> None:
+    """Replace queries of latents, [T, H, r], by their weighted sums of latents: absorbed attention over the rows.
+
+    rotated_THp: queries of the rotated parts. places_R: see triton_expansion; queries of requests with a place are left
+    as they are. The last dimensions must be contiguous. The launches depend on shapes and the host's facts alone.
+    """
+    _, num_heads, latent_dim = q_THr.shape
+    width, num_requests = cache_N1P1w.shape[-1], requests.num_requests
+    tiles = latent_tiles(num_heads, q_THr.element_size())
+    splits = latent_splits(num_requests, num_heads, latent_dim, requests.max_seq_len, q_THr)
+    partials = Partials.of(q_THr, num_requests, splits.count)
+    shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": q_THr.stride(1), "GRAIN": GRAIN}
     tile_r = max(SMALLEST_TILE, next_power_of_2(latent_dim))
-    scale_log2 = scales(scoring)[0]
-    attend_latents_kernel[(num_tokens * num_heads // tiles.rows + num_requests, splits.count)](
-        q_THw,
+    scale_log2 = scale * LOG2_E.value
+    attend_latents_kernel[(requests.num_tokens * num_heads // tiles.rows + num_requests, splits.count)](
+        q_THr,
+        rotated_THp,
         cache_N1P1w,
-        out_THr,
+        q_THr,
         *partials,
-        inputs.query_start_loc_R1,
-        inputs.seq_lens_R,
-        inputs.block_table_RB,
+        requests.query_start_loc_R1,
+        requests.seq_lens_R,
+        requests.block_table_RB,
+        places_R,
         scale_log2,
         num_requests,
-        inputs.block_table_RB.stride(0),
-        q_THw.stride(0),
-        out_THr.stride(0),
+        requests.block_table_RB.stride(0),
+        q_THr.stride(0),
+        rotated_THp.stride(0),
+        q_THr.stride(0),
         splits.count,
         splits.min_keys,
-        Q_HEAD_STRIDE=q_THw.stride(1),
+        Q_HEAD_STRIDE=q_THr.stride(1),
+        ROTATED_HEAD_STRIDE=rotated_THp.stride(1),
+        ROTATED_MULTIPLE=gcd(MULTIPLE, rotated_THp.stride(0)),
         NUM_HEADS=num_heads,
         BLOCK_SIZE=cache_N1P1w.shape[2],
         WIDTH=width,
@@ -326,11 +381,11 @@ def attend_latents(
         part = min(tile_r, WIDEST_PART)
         combine_latents_kernel[(num_heads, num_requests, cdiv(latent_dim, part))](
             *partials,
-            out_THr,
-            inputs.query_start_loc_R1,
-            inputs.seq_lens_R,
+            q_THr,
+            requests.query_start_loc_R1,
+            requests.seq_lens_R,
             scale_log2,
-            out_THr.stride(0),
+            q_THr.stride(0),
             splits.count,
             splits.min_keys,
             TILE_S=next_power_of_2(splits.count),
