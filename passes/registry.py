@@ -12,10 +12,10 @@ from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.experts.experts import Experts
 from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
+from compiled_engine.passes.invariance.batch_invariance import BatchInvariance
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
-from compiled_engine.passes.linear.invariant_linear import InvariantLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.linear.silu_mul import SiluMul
 from compiled_engine.passes.linear.small_batch_linear import SmallBatchLinear
@@ -110,7 +110,7 @@ def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
     if config.adapters is not None:
         enabled.append(Adapters(config.adapters))
     if config.batch_invariant:
-        enabled.append(InvariantLinear())
+        enabled.append(BatchInvariance())
     return tuple(sorted({count for p in enabled for count in p.kernel_token_counts}))
 
 

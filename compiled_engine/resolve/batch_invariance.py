@@ -1,6 +1,6 @@
 """Refuse options and models that a batch-invariant engine cannot compute with the same bits in every batch.
 
-Models are also checked op by op when they are compiled, see passes/linear/invariant_linear.py.
+Models are also checked op by op when they are compiled, see passes/invariance/batch_invariance.py.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ def require_invariant_steps(config: EngineConfig) -> None:
 def _obstacles(model: ModelConfig, device: torch.device) -> Iterator[str]:
     if model.quantisation is not None and device.type == "cpu":
         yield "linears are quantised, which the library computes on a CPU"
-    if model.experts.count:
-        yield "experts compute their tokens together, in tiles that depend on the batch"
     if model.recurrences is not None:
         yield "recurrences compute a prompt in chunks that begin where a step begins"
     if model.latent_dim:

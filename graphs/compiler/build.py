@@ -36,11 +36,11 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.images.steps import image_passes
+from compiled_engine.passes.invariance.batch_invariance import BatchInvariance
 from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
-from compiled_engine.passes.linear.invariant_linear import InvariantLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
@@ -280,13 +280,13 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
       disabled, since adapters come between a linear and its activation.
     - rope_angles is disabled if positions have three dimensions, as with images.
     - quantise_activations gets the model's quantisation rules.
-    - In batch-invariant engines, invariant_linear comes last, also in direct callables, and takes the place of
+    - In batch-invariant engines, batch_invariance comes last, also in direct callables, and takes the place of
       gated_linear and quantise_activations.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
     if config.batch_invariant:
-        last = InvariantLinear()
+        last = BatchInvariance()
         left_out = GatedLinear.name, QuantiseActivations.name
         enabled = (*(name for name in enabled if name not in left_out), last.name)
         return ((last,) if signature.direct else (*registered_passes(), last)), enabled

@@ -27,16 +27,16 @@ def _product(
     TILE_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ) -> tl.tensor:
     """Return the matrix product of T rows of x and N rows of a weight, x w^T, fp32 [T, N].
 
     Arguments ending in _T or _N point to each row's first element. scales_ptr_N: scales of 8-bit weights, one for each
     TILE_COLUMNS columns, or one per row if that is 0; None for other weights. zeros_ptr_N: their zero points, or None.
+    ROWS_FIRST: rows of the weight are on the left of the product, otherwise tokens. Tensor cores need 64 rows there.
     """
     TOKENS: tl.constexpr = x_ptr_T.shape[0]
     ROWS: tl.constexpr = w_ptr_N.shape[0]
-    # Tensor cores need 64 rows on the left: tokens if there are as many, otherwise rows of the weight.
-    ROWS_FIRST: tl.constexpr = TOKENS < 64
     CODED: tl.constexpr = scales_ptr_N is not None
     BY_STEP: tl.constexpr = CODED and TILE_COLUMNS > 0
     k_K = tl.arange(0, BLOCK_K)
@@ -100,6 +100,7 @@ def grouped_kernel(
     ZERO: tl.constexpr,
     UNIT: tl.constexpr,
     IN_WORDS: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Compute one of the experts' two linears: program (rows, block) takes ROWS weight rows and a block of pairs.
@@ -117,7 +118,7 @@ def grouped_kernel(
     row_scales_ptr: float32 [E, NUM_ROWS], factors of the rows' products; None for none.
     IN_WORDS: multiply by words_product, for which rows of x, and with GATED of the results, are in the order of
         operand_place for UNIT, padded with zeros.
-    ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
+    ROWS_FIRST: see _product. ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -168,7 +169,17 @@ def grouped_kernel(
         )
     else:
         w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
-        y_TN = _product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, zero_ptr_N, K, TILE_COLUMNS, BLOCK_K, NUM_STAGES)
+        y_TN = _product(
+            x_row_ptr_T,
+            w_row_ptr_N,
+            scale_ptr_N,
+            zero_ptr_N,
+            K,
+            TILE_COLUMNS,
+            BLOCK_K,
+            NUM_STAGES,
+            ROWS_FIRST,
+        )
     if row_scales_ptr is not None:
         y_TN *= tl.load(row_scales_ptr + expert * NUM_ROWS + row_N)[None, :]
     if bias_ptr is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
-from compiled_engine.passes.experts import experts_e2m1
+from compiled_engine.passes.experts import experts_e2m1, invariant_experts
 from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
@@ -31,6 +31,7 @@ from compiled_engine.passes.experts.experts_tiles import (
     decoded_tiles,
     decodes_first,
     grouped_tiles,
+    invariant_tiles,
     one_token_tiles,
     packed_tiles,
     words_tiles,
@@ -71,6 +72,7 @@ def reference(
     down_zeros_ERC: torch.Tensor | None = None,
     gate_up_row_scales_ER1: torch.Tensor | None = None,
     down_row_scales_ER1: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
@@ -79,12 +81,17 @@ def reference(
     norm_weight_D, eps, norm_offset, norm_wide: of an RMS norm that is applied to x first, see rms_norm.
     chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
     Scales, schemes, zero points and scales of rows: of quantised weights, see experts_codes.
+    invariant: a token's bits depend on neither the other tokens nor their number, see invariant_experts.
 
     Steps whose argument is None are left out. The numbers of the chosen experts are read on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
     gate = Gate(activation, alpha, limit, interleaved)
+    if invariant:
+        weights = gate_up_END, down_EDI, gate_up_bias_EN, down_bias_ED
+        out = invariant_experts.weighted_sum(x_TD, logits_TE, *weights, top_k, renormalise, gate, chosen_TX)
+        return out if residual_TD is None else residual_TD + out
     weights_TX = logits_TE
     if chosen_TX is None:
         weights_TX, chosen_TX = logits_TE.float().softmax(-1).topk(top_k, dim=-1)
@@ -194,6 +201,7 @@ class _Weights:
     down: _Weight
     route: dict[str, Any]
     gate: dict[str, Any]
+    invariant: bool
 
     @property
     def are_e2m1(self) -> bool:
@@ -201,6 +209,8 @@ class _Weights:
 
     def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool, bool]:
         """Return (tiles of grouped_kernel, whether it uses words_product, whether weights are decoded before it)."""
+        if self.invariant:
+            return invariant_tiles(num_tokens, dtype), False, False
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
         if self.are_e2m1 and decodes_first(num_tokens, share):
@@ -240,6 +250,7 @@ def launch(
     down_zeros_ERC: torch.Tensor | None = None,
     gate_up_row_scales_ER1: torch.Tensor | None = None,
     down_row_scales_ER1: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, D], computed by the kernels; see `reference`.
 
@@ -255,10 +266,12 @@ def launch(
     gate_up = _Weight.of(gate_up_END, *beside, gate_up_bias_EN, gate_up_scheme)
     beside = down_scales_ERC, down_zeros_ERC, down_row_scales_ER1
     down = _Weight.of(down_EDI, *beside, down_bias_ED, down_scheme)
-    weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
+    weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate, invariant)
+    norm = norm_weight_D, eps, norm_offset, norm_wide
+    if invariant:
+        return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
     if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
-    norm = norm_weight_D, eps, norm_offset, norm_wide
     if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_e2m1:
         codes = gate_up.as_e2m1(), down.as_e2m1()
         return experts_e2m1.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
@@ -395,7 +408,8 @@ def _grouped(
         "NUM_STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
         "IN_WORDS": in_words,
-        "enable_fp_fusion": True,
+        "ROWS_FIRST": weights.invariant or tiles.tokens < 64,
+        "enable_fp_fusion": not weights.invariant,
         **weights.gate,
         **options,
     }
@@ -471,7 +485,7 @@ experts = define_op(
     "Tensor? residual_TD=None, Tensor? chosen_TX=None, Tensor? gate_up_scales_ERC=None, "
     'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="", '
     "Tensor? gate_up_zeros_ERC=None, Tensor? down_zeros_ERC=None, Tensor? gate_up_row_scales_ER1=None, "
-    "Tensor? down_row_scales_ER1=None) -> Tensor",
+    "Tensor? down_row_scales_ER1=None, bool invariant=False) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

@@ -51,6 +51,21 @@ def grouped_tiles(
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
 
 
+def invariant_tiles(num_tokens: int, dtype: torch.dtype) -> GroupedTiles:
+    """Choose tiles with rows of the weight on the left, and with steps of the same columns for any number of tokens.
+
+    So a token's sums are added in one order in all of them. They are the tiles of invariant_product, whose number of
+    tokens alone decides the columns of a tensor core's instruction.
+    """
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens <= FEW_TOKENS:
+        return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=4)
+    if num_tokens <= SOME_TOKENS:
+        return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
+    return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
 def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
     """Choose tiles for codes of four bits, by the mean number of tokens per expert.
 

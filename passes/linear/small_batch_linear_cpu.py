@@ -77,6 +77,25 @@ def kernel_launch(
     return out_TM
 
 
+def linear_in_order(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """Return linear(x), [T, N], for any number of tokens; a token's bits depend on no other token.
+
+    With an activation, return activation(gate) * up of the linear's halves, [T, N / 2]. Raises CannotCompile if the
+    kernel does not support the arguments.
+    """
+    if not len(x_TK):
+        return x_TK.new_empty((0, weight_NK.shape[0] // (1 if activation is None else 2)))
+    parts = []
+    for part_TK in x_TK.split(MOST_TOKENS):
+        part = kernel_launch(part_TK, weight_NK, bias_N, None, 0.0, None, activation, 0.0)
+        if part is None:
+            raise CannotCompile("batch_invariant needs the C++ kernel of linears, which does not serve these operands")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
     """Return why C++ kernels cannot compute all fused ops for batches of at most `num_tokens`; None if they can."""
     if model.dtype != torch.float32:

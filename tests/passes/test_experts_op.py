@@ -110,6 +110,7 @@ def compiled(
         "ZERO": 0,
         "UNIT": 0,
         "IN_WORDS": False,
+        "ROWS_FIRST": constants.get("TOKENS", 0) < 64,
         "zeros_ptr": None,
         "row_scales_ptr": None,
         "DEPENDENT_LAUNCH": True,

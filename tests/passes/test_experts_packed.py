@@ -23,7 +23,7 @@ from compiled_engine.quantisation import ELEMENTS
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 512, 1024, 8192])
 def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str) -> None:
     """Nothing is on a stack, codes are read ahead, and none is converted."""
-    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": False, "DEPENDENT_LAUNCH": True}
+    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": False, "ROWS_FIRST": True, "DEPENDENT_LAUNCH": True}
     is_e2m1 = constants["PACKED"] == "e2m1"
     kinds = {"scales_ptr": "*u8" if is_e2m1 else "*fp32", "weights_ptr": "*fp32", "row_scales_ptr": "*fp32"}
     kinds |= dict.fromkeys(("w_ptr", "zeros_ptr"), "*u8")
@@ -51,7 +51,7 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
 def test_products_of_words_compiled_for_hopper(num_tokens: int, text: str) -> None:
     """Nothing is on a stack, codes are read ahead, and decoded values go to the tensor cores from registers."""
     tiles = words_tiles(num_tokens, torch.bfloat16, 1 / 8)
-    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": True, "DEPENDENT_LAUNCH": True}
+    constants = constants_of(text, 2880) | GATE | {"IN_WORDS": True, "ROWS_FIRST": True, "DEPENDENT_LAUNCH": True}
     constants |= {} if text.startswith("nv") else {"row_scales_ptr": None}
     constants |= {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "zeros_ptr": None}
     constants |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages}

@@ -42,6 +42,7 @@ LAYERS = (
     "passes.parallel",
     "passes.quantised",
     "passes.recurrence",
+    "passes.invariance",
     "passes.layout",
     "passes.images",
     "passes.speech",
