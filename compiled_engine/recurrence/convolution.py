@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from compiled_engine.kernels.element_functions import silu
 from compiled_engine.recurrence.sequences import Sequences
 
 
@@ -21,6 +22,7 @@ def convolve_reference(
     state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute `recurrence.op.convolve` with PyTorch's ops, on any device. Writes out_TD and updates state_SDN."""
     num_before, num_slots = weight_DW.shape[1] - 1, state_SDN.shape[2]
@@ -43,7 +45,7 @@ def convolve_reference(
         y_TD += bias_D.float()
     y_TD = y_TD.to(out_TD.dtype)
     if activation == "silu":
-        y_TD = torch.nn.functional.silu(y_TD)
+        y_TD = silu(y_TD) if invariant else torch.nn.functional.silu(y_TD)
     if gate_TD is not None:
         y_TD = y_TD * gate_TD
     out_TD.copy_(torch.where(sequences.real(request_T).unsqueeze(1), y_TD, 0))

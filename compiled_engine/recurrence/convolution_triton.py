@@ -18,6 +18,8 @@ from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
 TILE_T, TILE_D = 16, 64
+# The most requests that are compared at a time to find the request of each token.
+TILE_R = 256
 # Channels per program of the kernel that handles one request.
 FEW_D = 256
 
@@ -249,9 +251,11 @@ def convolve_triton(
     state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute the short convolution `recurrence.op.convolve` of each channel, W taps long, with Triton kernels.
 
+    invariant: one compiled kernel computes the outputs of all steps.
     Writes out_TD and updates state_SDN, both contiguous. state_SDN: the last N inputs of each channel, for each of S
     rows. Other arguments are those of the op.
     """
@@ -264,10 +268,10 @@ def convolve_triton(
     constants = {"D": num_channels, "W": width, "SLOTS": state_SDN.shape[2], "ACTIVATION": activation}
     constants |= dependent_launch(x_TD.device)
     # In a step of decodes each row has one token: a single launch does both.
-    computes = num_tokens == num_rows
+    computes = num_tokens == num_rows and not invariant
     rows_of_each = sequences.rows_of_each(num_tokens) if state_SDN.shape[2] > width - 1 else 1
     if not computes:
-        tile_r = min(256, next_power_of_2(num_rows))
+        tile_r = TILE_R if invariant else min(TILE_R, next_power_of_2(num_rows))
         convolve_kernel[(cdiv(num_tokens, TILE_T), cdiv(num_channels, TILE_D))](
             *tensors, num_tokens, num_rows, *strides, **constants, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
         )

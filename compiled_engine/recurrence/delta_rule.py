@@ -9,10 +9,13 @@ Shapes: those of matrix_states.py, and G query and key heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from compiled_engine.kernels.element_functions import sum_in_halves
 from compiled_engine.recurrence.decays_by_element import decays_to_end, products_by_element
-from compiled_engine.recurrence.matrix_states import Drafted, TokenValues, apply_to_step, written
+from compiled_engine.recurrence.matrix_states import Drafted, TokenValues, apply_to_step, read, written
 from compiled_engine.recurrence.sequences import Sequences
 
 EPS = 1e-6  # for normalising queries and keys
@@ -29,41 +32,49 @@ def apply_rule_reference(
     drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute `recurrence.op.apply_rule` with PyTorch's ops, on any device.
 
     Writes out_THv, and updates state_SHkv and `drafted`.
     """
-    q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
+    q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises, invariant) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
     g_THe = g_TH.float().view(*v_THv.shape[:2], -1)
     values = TokenValues(q_THk, k_THk, v_THv.float(), g_THe, beta_TH.float())
-    apply_to_step(_DeltaRule(), values, state_SHkv, drafted, out_THv, sequences)
+    apply_to_step(_DeltaRule(invariant), values, state_SHkv, drafted, out_THv, sequences, invariant)
 
 
-def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
+def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool, invariant: bool) -> torch.Tensor:
     """Return queries or keys in fp32, with heads repeated to `num_heads`: [T, num_heads, k].
 
-    normalises: divide each by its L2 norm first.
+    normalises: divide each by its L2 norm first. invariant: add in an order that depends on k alone.
     """
     x = x_TGk.float()
     if normalises:
-        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+        squares = sum_in_halves(x * x, -1).unsqueeze(-1) if invariant else (x * x).sum(-1, keepdim=True)
+        x = x * torch.rsqrt(squares + EPS)
     return x.repeat_interleave(num_heads // x.shape[1], 1)
 
 
+@dataclass(frozen=True)
 class _DeltaRule:
-    """The gated delta rule, as a Rule of matrix_states.py. `TokenValues.other` is beta, [T, H]."""
+    """The gated delta rule, as a Rule of matrix_states.py. `TokenValues.other` is beta, [T, H].
+
+    invariant: see `read`.
+    """
+
+    invariant: bool
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_RHk, k_RHk, v_RHv, g_RHe, beta_RH = values_R
         decayed_RHkv = state_RHkv * g_RHe.exp().unsqueeze(-1)
-        known_RHv = torch.einsum("rhkv,rhk->rhv", decayed_RHkv, k_RHk)
+        known_RHv = read(decayed_RHkv, k_RHk, self.invariant)
         written_RHv = (v_RHv - known_RHv) * beta_RH.unsqueeze(-1)
         state_RHkv = written(decayed_RHkv, k_RHk, written_RHv)
-        return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk), state_RHkv, written_RHv
+        return read(state_RHkv, q_RHk, self.invariant), state_RHkv, written_RHv
 
     def chunk(self, state_Hkv: torch.Tensor, values_C: TokenValues) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply the rule to C tokens of one request at once. Returns (results [C, H, v], new state [H, k, v]).

@@ -239,16 +239,18 @@ def apply_rule_triton(
     drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute `recurrence.op.apply_rule` with the kernel.
 
+    invariant: one compiled kernel processes all tokens one by one.
     Writes out_THv, and updates state_SHkv and `drafted`. All of these are contiguous.
     """
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(with_dense_items, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
     each_alone = num_tokens == num_rows  # decodes have one token per row
-    chunks = (1,) if each_alone else (CHUNK,) if drafted is None else (CHUNK, 1)
+    chunks = (1,) if each_alone or invariant else (CHUNK,) if drafted is None else (CHUNK, 1)
     rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
     by_element = g_TH.dim() == 3
     products: tuple[torch.Tensor | None, ...] = (None, None)
@@ -288,4 +290,5 @@ def apply_rule_triton(
             TILE_V=TILE_V,
             PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
             num_warps=4,
+            enable_fp_fusion=not invariant,  # which product of a sum is fused may differ between the updates of drafts
         )

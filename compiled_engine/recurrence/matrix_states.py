@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from compiled_engine.kernels.element_functions import sum_in_halves
 from compiled_engine.recurrence.sequences import Sequences
 
 CHUNK = 64
@@ -61,8 +62,12 @@ def apply_to_step(
     drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
-    """Apply a rule to the tokens of a step. Writes out_THv, zeros for padding; updates state_SHkv and `drafted`."""
+    """Apply a rule to the tokens of a step. Writes out_THv, zeros for padding; updates state_SHkv and `drafted`.
+
+    invariant: process tokens one by one, so that a request's bits do not depend on how steps divide its tokens.
+    """
     num_certain_R = sequences.lens
     if drafted is not None:
         sequences, num_certain_R = sequences.joined()
@@ -70,15 +75,19 @@ def apply_to_step(
     if drafted is not None:
         _apply_drafts(states_RHkv, drafted, sequences, num_certain_R)
     out_THv.zero_()
-    alone_R = (num_certain_R == 1) & (sequences.rows_R >= 0)
-    if alone_R.any():
-        tokens = sequences.starts[alone_R]
-        y_RHv, states_RHkv[alone_R], _ = rule.one_token(states_RHkv[alone_R], _at(values, tokens))
-        out_THv[tokens] = y_RHv.to(out_THv.dtype)
+    is_real_R = sequences.rows_R >= 0
+    alone_R = (num_certain_R == 1) & is_real_R
+    most_places = int(num_certain_R.max()) if invariant else 1
+    for place in range(most_places):
+        has_R = (num_certain_R > place) & is_real_R if invariant else alone_R
+        if has_R.any():
+            tokens = sequences.starts[has_R] + place
+            y_RHv, states_RHkv[has_R], _ = rule.one_token(states_RHkv[has_R], _at(values, tokens))
+            out_THv[tokens] = y_RHv.to(out_THv.dtype)
     for request, (row, start, length) in enumerate(
         zip(sequences.rows_R.tolist(), sequences.starts.tolist(), num_certain_R.tolist(), strict=True)
     ):
-        if row < 0 or length < 2:
+        if row < 0 or length < 2 or invariant:
             continue
         state_Hkv = states_RHkv[request]
         for first in range(start, start + length, CHUNK):
@@ -93,7 +102,17 @@ def apply_to_step(
 
 def written(decayed_RHkv: torch.Tensor, k_RHk: torch.Tensor, written_RHv: torch.Tensor) -> torch.Tensor:
     """Return decayed state + key^T value for each request: its state after the value is written under the key."""
-    return decayed_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, written_RHv)
+    return decayed_RHkv + k_RHk.unsqueeze(-1) * written_RHv.unsqueeze(-2)
+
+
+def read(state_RHkv: torch.Tensor, x_RHk: torch.Tensor, invariant: bool) -> torch.Tensor:
+    """Return the values that each request's state has under its key or query, x S: [R, H, v].
+
+    invariant: add in an order that depends on the size of the keys alone.
+    """
+    if invariant:
+        return sum_in_halves(state_RHkv * x_RHk.unsqueeze(-1), -2)
+    return torch.einsum("rhkv,rhk->rhv", state_RHkv, x_RHk)
 
 
 def _at(values: TokenValues, tokens: torch.Tensor | slice) -> TokenValues:

@@ -33,7 +33,11 @@ def convolve(
     gate_TD: torch.Tensor | None,
     state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
-    *sequences: torch.Tensor,
+    rows_R: torch.Tensor,
+    query_start_loc_R1: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    host_3: torch.Tensor,
+    invariant: bool = False,
 ) -> None:
     """Write activation(conv(x * factor) + bias) * gate to `out_TD`, where conv is a causal depthwise convolution.
 
@@ -42,13 +46,15 @@ def convolve(
     state_SDN: for each of S rows, the last N inputs of the convolution, that of position p in slot p modulo N; updated
         in place. N is W - 1, and one more for each draft that a step may have for a request.
     out_TD: padding tokens get zeros.
-    activation: "silu", or "" for none. sequences: the fields of Sequences.
+    activation: "silu", or "" for none. rows_R, query_start_loc_R1, seq_lens_R, host_3: the fields of Sequences.
+    invariant: compute each token by the same operations in the same order, whatever tokens the step has, bit for bit.
     """
+    sequences = Sequences(rows_R, query_start_loc_R1, seq_lens_R, host_3)
     if x_TD.device.type == "cpu":
         run = convolve_reference
     else:
         from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is optional
-    run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDN, out_TD, Sequences(*sequences))
+    run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDN, out_TD, sequences, invariant)
 
 
 def apply_rule(
@@ -62,7 +68,11 @@ def apply_rule(
     drafts_SHNw: torch.Tensor | None,
     lengths_SHv: torch.Tensor | None,
     out_THv: torch.Tensor,
-    *sequences: torch.Tensor,
+    rows_R: torch.Tensor,
+    query_start_loc_R1: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    host_3: torch.Tensor,
+    invariant: bool = False,
 ) -> None:
     """Apply the gated delta rule, see delta_rule.py, and write the results to `out_THv`; padding tokens get zeros.
 
@@ -70,14 +80,16 @@ def apply_rule(
     element of a key (Kimi delta attention), none of which may then be positive. Queries are divided by the square root
     of their head size. normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each
     of S rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see matrix_states.py, also for the
-    letters), updated in place; None in an engine without drafts. sequences: the fields of Sequences.
+    letters), updated in place; None in an engine without drafts. rows_R and the arguments after it: those of
+    `convolve`; with `invariant`, tokens are processed one by one.
     """
-    drafted = _drafted(drafts_SHNw, lengths_SHv)
+    sequences, drafted = Sequences(rows_R, query_start_loc_R1, seq_lens_R, host_3), _drafted(drafts_SHNw, lengths_SHv)
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
     else:
         from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is optional
-    run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, drafted, out_THv, Sequences(*sequences))
+    operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises
+    run(*operands, state_SHkv, drafted, out_THv, sequences, invariant)
 
 
 def scan(
@@ -94,7 +106,11 @@ def scan(
     drafts_SHNw: torch.Tensor | None,
     lengths_SHv: torch.Tensor | None,
     out_THv: torch.Tensor,
-    *sequences: torch.Tensor,
+    rows_R: torch.Tensor,
+    query_start_loc_R1: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    host_3: torch.Tensor,
+    invariant: bool = False,
 ) -> None:
     """Scan tokens as Mamba 2 does, see state_space.py, and write the results to `out_THv`; padding tokens get zeros.
 
@@ -102,13 +118,13 @@ def scan(
     most_dt, which may be None; the softplus, the state and the result are computed in fp32. Other arguments: those of
     `apply_rule`.
     """
-    drafted = _drafted(drafts_SHNw, lengths_SHv)
+    sequences, drafted = Sequences(rows_R, query_start_loc_R1, seq_lens_R, host_3), _drafted(drafts_SHNw, lengths_SHv)
     if x_THv.device.type == "cpu":
         run = scan_reference
     else:
         from compiled_engine.recurrence.state_space_triton import scan_triton as run  # Triton is optional
     operands = x_THv, dt_TH, A_H, B_TGk, C_TGk, D_H, dt_bias_H, least_dt, most_dt
-    run(*operands, state_SHkv, drafted, out_THv, Sequences(*sequences))
+    run(*operands, state_SHkv, drafted, out_THv, sequences, invariant)
 
 
 def _drafted(drafts_SHNw: torch.Tensor | None, lengths_SHv: torch.Tensor | None) -> Drafted | None:
@@ -136,12 +152,12 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 def _define(name: str, function: Callable[..., None], arguments: str, states: str, out: str, like: int) -> Any:
     """Define the op `name`, which updates its states and writes to `out`, and its functional stand-in `name`_value.
 
-    The stand-in returns the result instead of writing it. function: the op's implementation. arguments: the schema of
-    the arguments that come first in both. states: the schema of the states that the op updates. like: index of the
-    argument whose shape and dtype the result has. Returns the op.
+    The stand-in returns the result instead of writing it, and lacks the argument `invariant`. function: the op's
+    implementation. arguments: the schema of the arguments that come first in both. states: the schema of the states
+    that the op updates. like: index of the argument whose shape and dtype the result has. Returns the op.
     """
     names = [argument.split()[-1] for argument in states.split(", ")]
-    schema = f"({arguments}, {states}, Tensor(z!) {out}, {_SEQUENCES}) -> ()"
+    schema = f"({arguments}, {states}, Tensor(z!) {out}, {_SEQUENCES}, bool invariant=False) -> ()"
     op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(*names, out), schema=schema)
     op.register_fake(_returns_nothing)
     schema = f"({arguments}, {re.sub(r'[(].![)]', '', states)}, {_SEQUENCES}) -> Tensor"

@@ -9,10 +9,13 @@ Shapes: those of matrix_states.py, and G groups of heads that share B and C.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
-from compiled_engine.recurrence.matrix_states import Drafted, TokenValues, apply_to_step, written
+from compiled_engine.kernels.element_functions import softplus
+from compiled_engine.recurrence.matrix_states import Drafted, TokenValues, apply_to_step, read, written
 from compiled_engine.recurrence.sequences import Sequences
 
 
@@ -30,28 +33,36 @@ def scan_reference(
     drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute `recurrence.op.scan` with PyTorch's ops, on any device.
 
     Writes out_THv, and updates state_SHkv and `drafted`.
     """
-    dt_TH = functional.softplus(dt_TH.float() + dt_bias_H.float()).clamp(least_dt, most_dt)
+    grown = softplus if invariant else functional.softplus
+    dt_TH = grown(dt_TH.float() + dt_bias_H.float()).clamp(least_dt, most_dt)
     x_THv, num_heads = x_THv.float(), x_THv.shape[1]
     B_THk, C_THk = (x.float().repeat_interleave(num_heads // x.shape[1], 1) for x in (B_TGk, C_TGk))
     skipped_THv = x_THv * D_H.float().unsqueeze(-1)
     values = TokenValues(C_THk, B_THk, x_THv * dt_TH.unsqueeze(-1), (dt_TH * A_H.float()).unsqueeze(-1), skipped_THv)
-    apply_to_step(_StateSpace(), values, state_SHkv, drafted, out_THv, sequences)
+    apply_to_step(_StateSpace(invariant), values, state_SHkv, drafted, out_THv, sequences, invariant)
 
 
+@dataclass(frozen=True)
 class _StateSpace:
-    """The scan of Mamba 2, as a Rule of matrix_states.py. `TokenValues.other` is D * x, [T, H, v]."""
+    """The scan of Mamba 2, as a Rule of matrix_states.py. `TokenValues.other` is D * x, [T, H, v].
+
+    invariant: see `read`.
+    """
+
+    invariant: bool
 
     def one_token(
         self, state_RHkv: torch.Tensor, values_R: TokenValues
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_RHk, k_RHk, v_RHv, g_RH1, skipped_RHv = values_R
         state_RHkv = written(state_RHkv * g_RH1.exp().unsqueeze(-1), k_RHk, v_RHv)
-        return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk) + skipped_RHv, state_RHkv, v_RHv
+        return read(state_RHkv, q_RHk, self.invariant) + skipped_RHv, state_RHkv, v_RHv
 
     def chunk(self, state_Hkv: torch.Tensor, values_C: TokenValues) -> tuple[torch.Tensor, torch.Tensor]:
         q_HCk, k_HCk, v_HCv, g_HC1, skipped_HCv = (x.transpose(0, 1) for x in values_C)

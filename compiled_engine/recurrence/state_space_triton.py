@@ -187,9 +187,11 @@ def scan_triton(
     drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
+    invariant: bool = False,
 ) -> None:
     """Compute `recurrence.op.scan` with the kernel.
 
+    invariant: one compiled kernel processes all tokens one by one.
     Writes out_THv, and updates state_SHkv and `drafted`. All of these are contiguous, and so are A, D and dt_bias.
     """
     x_THv, dt_TH, B_TGk, C_TGk = map(with_dense_items, (x_THv, dt_TH, B_TGk, C_TGk))
@@ -198,7 +200,7 @@ def scan_triton(
     each_alone = num_tokens == num_rows  # decodes have one token per row
     tile_k = max(16, next_power_of_2(state_size))
     long = CHUNK if tile_k < LARGE_K else CHUNK // 2
-    chunks = (1,) if each_alone else (long,) if drafted is None else (long, 1)
+    chunks = (1,) if each_alone or invariant else (long,) if drafted is None else (long, 1)
     rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
     for chunk in chunks:
         tile_v, num_warps = (TILE_V, WARPS) if chunk == 1 else (CHUNK_TILE_V, CHUNK_WARPS)
@@ -233,4 +235,5 @@ def scan_triton(
             TILE_V=tile_v,
             PRECISION="ieee" if x_THv.dtype == torch.float32 else "tf32",
             num_warps=num_warps,
+            enable_fp_fusion=not invariant,  # see delta_rule_triton
         )

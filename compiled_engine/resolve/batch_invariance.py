@@ -49,8 +49,6 @@ def require_invariant_steps(config: EngineConfig) -> None:
 def _obstacles(model: ModelConfig, device: torch.device) -> Iterator[str]:
     if model.quantisation is not None and device.type == "cpu":
         yield "linears are quantised, which the library computes on a CPU"
-    if model.recurrences is not None:
-        yield "recurrences compute a prompt in chunks that begin where a step begins"
     if model.latent_dim:
         yield "the kernels of latent attention divide contexts by the number of requests"
     if model.pooling is not None:

@@ -22,6 +22,7 @@ from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import change, emit, is_call, named, only_user
 from compiled_engine.passes.invariance import row_functions
+from compiled_engine.passes.invariance.bit_check import RECURRENCES, check_bits
 from compiled_engine.passes.linear import invariant_quantised, small_batch_linear_cpu
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
 from compiled_engine.passes.linear.invariant_product import MOST_SPREAD, TOKEN_BUCKETS
@@ -54,6 +55,18 @@ _EXACT = frozenset(
 # The token counts at which invariant_product and experts change their tiles, or a product the programs of its parts.
 # None changes a sum.
 _TOKEN_COUNTS = tuple(sorted({*TOKEN_BUCKETS, MOST_SPREAD, FEW_TOKENS, SOME_TOKENS}))
+# Ops whose bits are compared when a model is compiled. Recurrences are compared too.
+_COMPARED = (
+    invariant_linear,
+    invariant_quantised.invariant_quantised_linear,
+    experts,
+    row_functions.element_function,
+    row_functions.row_function,
+    torch.ops.compiled_engine.rms_norm.default,
+    torch.ops.compiled_engine.residual_rms_norm.default,
+)
+# Numbers of rows that are compared on a CPU, whose kernels take up to small_batch_linear_cpu.MOST_TOKENS at once.
+_FEW_COUNTS = (1, 2, 3, small_batch_linear_cpu.MOST_TOKENS, small_batch_linear_cpu.MOST_TOKENS + 1)
 
 
 class BatchInvariance(GraphPass):
@@ -79,12 +92,22 @@ class BatchInvariance(GraphPass):
             elif is_call(node, experts):
                 _require_experts(node)
                 change(node, invariant=True)
+            elif is_call(node, *RECURRENCES):
+                change(node, invariant=True)
             elif (new := row_functions.replaced(graph, node)) is not None:
                 replacements.append(Replacement(node.name, new))
         graph.eliminate_dead_code()
         for node in graph.nodes:
             _require_invariant(node)
-        return PassResult(num_linears, (), tuple(replacements))
+        return PassResult(num_linears, (), tuple(replacements), check_bits(graph, _COMPARED, _counts(graph)))
+
+
+def _counts(graph: fx.Graph) -> tuple[int, ...]:
+    """Return the numbers of rows in which bits are compared: around those at which kernels change."""
+    values = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+    on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
+    around = {count + more for count in _TOKEN_COUNTS for more in (0, 1)}
+    return tuple(sorted({*_FEW_COUNTS, *around})) if on_gpu else _FEW_COUNTS
 
 
 def _replaced_linear(graph: fx.Graph, linear: Linear) -> Replacement:

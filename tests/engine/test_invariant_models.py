@@ -1,4 +1,4 @@
-"""Batch-invariant engines of models with experts: a request has the same bits in every batch."""
+"""Batch-invariant engines of models with experts and recurrences: a request has the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from families import family, write_checkpoint
 from invariant_requests import alone, requests, together
 
-from compiled_engine import LLM
+from compiled_engine import LLM, SamplingParams
 
 COUNT, LONGEST = 10, 70
 # Few tokens a step, so that prompts come in chunks, and few blocks, so that requests are preempted.
@@ -33,39 +33,55 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 FEW = dict.fromkeys((7, 8, 9), 40.0)
 # The C++ kernel of linears takes columns in multiples of 16.
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-# Of the others than the first one runs without --all. The op of experts does not compute the router of glm4_moe.
+# The first has experts, a gated shared expert, delta rules and short convolutions. Of the others one runs without
+# --all; their routers are also some that the op of experts does not compute (glm4_moe), and their states Mamba 2's.
 DRAWN = pytest.mark.product(one_in=1000)
-FAMILIES = ("mixtral", "gpt_oss", "qwen2_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "lfm2", "qwen3_next", "nemotron_h", "falcon_h1")
+
+
+Requests = tuple[list[list[int]], list[SamplingParams]]
 
 
 def write_model(folder: Path, name: str) -> None:
     if name == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        make_checkpoint(folder, name, **WIDTHS, **experts)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        make_checkpoint(folder, name, **WIDTHS, **experts, **heads)
         return
     whole = family(name)
     layers = {key: kinds[:2] for key, kinds in whole.changes.items() if key.endswith("layer_types")}
-    write_checkpoint(folder, replace(whole, changes={**whole.changes, **WIDTHS, **layers}))
+    write_checkpoint(folder, replace(whole, changes={**WIDTHS, **whole.changes, **layers}))
+
+
+def wrong_in_company(llm: LLM, requests: Requests, expected: list[Any]) -> list[int]:
+    """Return the requests whose bits differ from those expected when many run at once."""
+    prompts, params = requests
+    wrong = []
+    for chosen in ([n % COUNT for n in range(16)], [0, 5] * 8):  # the latter get so many tokens that blocks run out
+        found = together(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
+        wrong += [n for n, result in zip(chosen, found, strict=True) if result != expected[n]]
+    return wrong
+
+
+def made_requests() -> Requests:
+    draw = random.Random(0)
+    prompts, params = requests([draw.randrange(20, 60) for _ in range(900)], COUNT, LONGEST)
+    return prompts, [replace(each, logit_bias=FEW) if n % 2 else each for n, each in enumerate(params)]
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["qwen3_moe", *(pytest.param(name, marks=DRAWN) for name in FAMILIES)])
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", *(pytest.param(name, marks=DRAWN) for name in FAMILIES)])
 def test_a_request_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
     """Alone or together, in chunks, after a cached prefix or a preemption, with drafts or without."""
     write_model(tmp_path, name)
-    draw = random.Random(0)
-    prompts, params = requests([draw.randrange(20, 60) for _ in range(900)], COUNT, LONGEST)
-    params = [replace(each, logit_bias=FEW) if n % 2 else each for n, each in enumerate(params)]
+    asked = made_requests()
     seen = dict.fromkeys(("prefix_hits", "preemptions", "accepted_tokens"), 0)
     expected: list[Any] = []
     for options in ({}, {"speculative_config": DRAFTS}):
         with LLM(tmp_path, **ENGINE, **options) as llm:
-            expected = expected or alone(llm, prompts, params)
+            expected = expected or alone(llm, *asked)
             before = llm.metrics()
-            # The latter get so many tokens that blocks run out.
-            for chosen in ([n % COUNT for n in range(16)], [0, 5] * 8):
-                found = together(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
-                assert [n for n, result in zip(chosen, found, strict=True) if result != expected[n]] == []
+            assert wrong_in_company(llm, asked, expected) == []
             after = llm.metrics()
             seen = {name: count + after[name] - before[name] for name, count in seen.items()}
     assert all(seen.values()), seen
