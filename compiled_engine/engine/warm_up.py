@@ -219,13 +219,15 @@ def compile_kernels(
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
     """Compile the kernels of sampling and attention. For a thread that runs while the model is traced.
 
-    group: the ranks that share the vocabulary. Raises the errors of compilations.
+    group: the ranks that compute each layer together. Raises the errors of compilations.
     """
+    vocab_size = config.model.vocab_size
+    divided = group if local_model(config).vocab_size != vocab_size else None
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
         if config.model.yields_tokens:
-            sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
+            sampling = _sampling(config, VocabularySlice.of(vocab_size, divided), kernels)
         for shape in start_up_batches(config):  # the largest batch has the longest compilations
             if not workers.closed:  # closed if the start has failed
                 _attention(config, shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compiled_engine.parallel.group import PushBuffer
+from compiled_engine.parallel.group import PushBuffer, add_in_order
 
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
@@ -75,10 +75,16 @@ class GlooGroup:
         dist.all_reduce(total, group=self._members)
         return total.to(x.dtype)
 
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return add_in_order(self._gathered(x_TD), x_TD.dtype)
+
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x_TV.contiguous(), self._members)
-        return torch.cat(parts, -1)
+        return torch.cat(self._gathered(x_TV), -1)
+
+    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), self._members)
+        return parts
 
     def rows(self, num_rows: int) -> slice:
         return rows_of(self.rank, self.size, num_rows)

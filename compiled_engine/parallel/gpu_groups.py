@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from compiled_engine.parallel.gloo import all_reduce_min, leave, padded, rows_a_rank, rows_of
-from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for, num_tagged_slots
+from compiled_engine.parallel.group import PushBuffer, add_in_order, buffer_bytes, num_slots_for, num_tagged_slots
 
 # Largest one-shot all-reduce in bytes, by number of ranks; above, two-shot is faster.
 ONE_SHOT_BYTES = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
@@ -37,11 +37,16 @@ class NcclGroup:
         dist.all_reduce(total, group=self.members)
         return total
 
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return add_in_order(self._gathered(x_TD).unbind(), x_TD.dtype)
+
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
-        num_rows, num_columns = x_TV.shape
-        parts_RTV = x_TV.new_empty((self.size, num_rows, num_columns))
+        return self._gathered(x_TV).transpose(0, 1).reshape(len(x_TV), -1)
+
+    def _gathered(self, x_TV: torch.Tensor) -> torch.Tensor:
+        parts_RTV = x_TV.new_empty((self.size, *x_TV.shape))
         dist.all_gather_into_tensor(parts_RTV, x_TV.contiguous(), self.members)
-        return parts_RTV.transpose(0, 1).reshape(num_rows, self.size * num_columns)
+        return parts_RTV
 
     def rows(self, num_rows: int) -> slice:
         return rows_of(self.rank, self.size, num_rows)
@@ -121,6 +126,19 @@ class SymmetricMemoryGroup:
         buffer.copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, out)
         return out
+
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        at_once = max(1, self._workspace.nbytes // (x_TD.shape[1] * x_TD.element_size()))
+        for start in range(0, len(x_TD), at_once):
+            rows = slice(start, start + at_once)
+            shape, dtype = tuple(x_TD[rows].shape), x_TD.dtype
+            self._handle.get_buffer(self.rank, shape, dtype).copy_(x_TD[rows])
+            self._handle.barrier(_BARRIERS[0])
+            parts = (self._handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
+            out_TD[rows].copy_(add_in_order(parts, dtype))
+            self._handle.barrier(_BARRIERS[1])
+        return out_TD
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = x_TV.shape

@@ -14,10 +14,11 @@ and the sign of the difference shows whether it was raised, even after epochs wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -124,6 +125,11 @@ def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
     return tagged_offset(num_slots, num_ranks, row_bytes) + tagged
 
 
+def add_in_order(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of the ranks' tensors, added in rank order in float32 and rounded once to `dtype`."""
+    return reduce(torch.add, (part.float() for part in parts)).to(dtype)
+
+
 class Group(Protocol):
     """The ranks that compute each layer together, with their collectives.
 
@@ -139,6 +145,10 @@ class Group(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, as a new tensor."""
+        ...
+
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, added as `add_in_order` does, so that bits do not depend on the shape."""
         ...
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
@@ -186,6 +196,9 @@ class FakeGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)
+
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x_TD)
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         return x_TV.repeat(1, self.size)

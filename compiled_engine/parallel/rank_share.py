@@ -48,19 +48,25 @@ class LayerShare:
 
 
 def local_model(config: EngineConfig) -> ModelConfig:
-    """Return the model's configuration with the sizes that one tensor-parallel rank computes."""
-    return local_share(config.model, config.parallel.tensor_parallel_size)
+    """Return the model's configuration with the sizes that one tensor-parallel rank computes.
+
+    In a batch-invariant engine each rank has the whole vocabulary, so that sampling and sums of probabilities are those
+    of a single device.
+    """
+    return local_share(config.model, config.parallel.tensor_parallel_size, whole_vocabulary=config.batch_invariant)
 
 
-def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
+def local_share(model: ModelConfig, num_ranks: int, *, whole_vocabulary: bool = False) -> ModelConfig:
     """Return the model's configuration with the sizes that one of num_ranks ranks computes.
 
     Heads, MLPs, experts, recurrent states and the vocabulary are divided. With more ranks than KV heads, each rank has
-    one KV head, and several ranks have the same one. A vocabulary that num_ranks does not divide stays whole.
+    one KV head, and several ranks have the same one. A vocabulary stays whole with whole_vocabulary, and if num_ranks
+    does not divide it.
     """
     if num_ranks == 1:
         return model
-    vocab_size = model.vocab_size if model.vocab_size % num_ranks else model.vocab_size // num_ranks
+    is_whole = whole_vocabulary or model.vocab_size % num_ranks
+    vocab_size = model.vocab_size if is_whole else model.vocab_size // num_ranks
 
     def part(heads: HeadShape) -> HeadShape:
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)

@@ -24,8 +24,8 @@ def require_invariant(options: EngineOptions, model: ModelConfig, device: torch.
     require_defaults(options, f"{asked}, which has kernels of its own", "attention_backend")
     require_defaults(options, f"{asked}, which needs every pass", "passes", "disable_passes")
     require_defaults(options, f"{asked}, which compiles one version for all sizes", "compile_ranges")
-    reason = f"{asked}, and an all-reduce adds in an order that depends on its size"
-    require_defaults(options, reason, "tensor_parallel_size")
+    reason = f"{asked}, and a reduce-scatter adds in an order that depends on its size"
+    require_defaults(options, reason, "sequence_parallel")
     reason = f"{asked}, and the kernels of adapters are chosen by the number of tokens"
     require_defaults(options, reason, "enable_lora", allowed="or merge_adapter")
     for obstacle in _obstacles(model, device):

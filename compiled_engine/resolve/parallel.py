@@ -92,7 +92,9 @@ def resolve_parallel(
             "allowed: auto, multiprocess"
         )
     check_model(model, size)
-    if model.vocab_size % size:
+    if options.batch_invariant and size > 1:
+        reasons["parallel.tensor_parallel_size"] = "every rank has the whole vocabulary: batch_invariant is True"
+    elif model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
     if executor == "ray" and find_spec("ray") is None:
         raise ValueError(

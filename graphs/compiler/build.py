@@ -42,6 +42,7 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
+from compiled_engine.passes.parallel.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.quantised.quantise import Quantise
@@ -281,13 +282,13 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
     - rope_angles is disabled if positions have three dimensions, as with images.
     - quantise_activations gets the model's quantisation rules.
     - In batch-invariant engines, batch_invariance comes last, also in direct callables, and takes the place of
-      gated_linear and quantise_activations.
+      gated_linear, quantise_activations and all_reduce_residual_rms_norm.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
     if config.batch_invariant:
         last = BatchInvariance()
-        left_out = GatedLinear.name, QuantiseActivations.name
+        left_out = GatedLinear.name, QuantiseActivations.name, AllReduceResidualRMSNorm.name
         enabled = (*(name for name in enabled if name not in left_out), last.name)
         return ((last,) if signature.direct else (*registered_passes(), last)), enabled
     if signature.direct:

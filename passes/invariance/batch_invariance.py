@@ -27,6 +27,7 @@ from compiled_engine.passes.linear import invariant_quantised, small_batch_linea
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
 from compiled_engine.passes.linear.invariant_product import MOST_SPREAD, TOKEN_BUCKETS
 from compiled_engine.passes.linear.linears import Linear, linear_of, multiplied_values
+from compiled_engine.passes.parallel.tensor_parallel import all_reduce, all_reduce_in_order
 from compiled_engine.quantisation import Rounding
 
 # Ops of the engine that reduce nothing, or each row in an order that follows from its length alone.
@@ -35,6 +36,7 @@ _OWN_OPS = frozenset(
     for name in (
         *("invariant_linear", "invariant_quantised_linear", "rms_norm", "residual_rms_norm", "rope_angles"),
         *("rope_kv_write", "attend", "rope_attend", "attention", "element_function", "row_function"),
+        "all_reduce_in_order",
     )
 )
 # Ops of torch that move, convert or choose elements, each row by itself.
@@ -50,7 +52,10 @@ _MOVES = frozenset(
 # Elementwise ops whose result IEEE 754 fixes, so that vectors and single elements give the same bits on a CPU.
 _EXACT = frozenset(
     f"aten::{name}"
-    for name in ("add", "sub", "mul", "div", "neg", "abs", "where", "sqrt", "minimum", "maximum", "lt", "clamp")
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "abs", "where", "sqrt", "reciprocal", "relu"),
+        *("minimum", "maximum", "clamp", "clamp_min", "lt", "le", "gt", "ge", "eq", "ne"),
+    )
 )
 # The token counts at which invariant_product and experts change their tiles, or a product the programs of its parts.
 # None changes a sum.
@@ -94,6 +99,11 @@ class BatchInvariance(GraphPass):
                 change(node, invariant=True)
             elif is_call(node, *RECURRENCES):
                 change(node, invariant=True)
+            elif is_call(node, all_reduce):
+                with graph.inserting_before(node):
+                    total = emit(graph, all_reduce_in_order, *node.args)
+                node.replace_all_uses_with(total)
+                replacements.append(Replacement(node.name, total))
             elif (new := row_functions.replaced(graph, node)) is not None:
                 replacements.append(Replacement(node.name, new))
         graph.eliminate_dead_code()

@@ -31,6 +31,10 @@ def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
     return current_group().all_reduce(x_TD)
 
 
+def _all_reduce_in_order(x_TD: torch.Tensor) -> torch.Tensor:
+    return current_group().all_reduce_in_order(x_TD)
+
+
 def _embedding(weight_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
     return embedding_part(weight_VD, ids_T, current_group().rank)
 
@@ -39,6 +43,12 @@ all_reduce = define_op(
     "all_reduce(Tensor x_TD) -> Tensor",
     cpu=_all_reduce,
     cuda=_all_reduce,
+    fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+)
+all_reduce_in_order = define_op(
+    "all_reduce_in_order(Tensor x_TD) -> Tensor",
+    cpu=_all_reduce_in_order,
+    cuda=_all_reduce_in_order,
     fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
 )
 vocabulary_part = define_op(

@@ -97,6 +97,10 @@ def test_the_librarys_functions_of_angles_have_the_same_bits_wherever_an_element
         ({"attention_backend": "torch"}, "attention_backend is 'torch', but batch_invariant is True"),
         ({"disable_passes": ("rms_norm",)}, "disable_passes is .*, but batch_invariant is True"),
         ({"compile_ranges": (8,)}, "compile_ranges is .*, but batch_invariant is True"),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2},
+            "sequence_parallel is True, but batch_invariant is True",
+        ),
         ({"enable_lora": True}, "enable_lora is True, but batch_invariant is True"),
         ({"dtype": "bfloat16"}, "dtype is torch.bfloat16; allowed: torch.float32"),
         ({"quantization": "fp8"}, "batch_invariant is True, but linears are quantised, which the library computes"),
@@ -114,7 +118,7 @@ def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> N
         (lambda x: torch.softmax(x, 0), "aten._softmax.default"),
         (lambda x: torch.bmm(x[None], x.t()[None]), "aten.bmm.default"),
         (lambda x: x.tanh() + 1, "aten.tanh.default"),
-        (lambda x: x.mean(-1), "aten.mean.dim"),
+        (lambda x: x.mean(0), "aten.mean.dim"),
     ],
     ids=["softmax", "product", "tanh", "mean"],
 )

@@ -178,6 +178,28 @@ def test_small_sums_are_one_exchange(count: int, nbytes: int, kind: str, monkeyp
     assert all(torch.equal(found, count * x) for found in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_are_added_in_their_order_whatever_the_number_of_rows(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers differ so much in size that another order gives another sum. The workspace holds 256 or 512 rows."""
+    sizes = 10.0 ** torch.arange(count)[:, None, None]
+    x = (torch.randn(count, 600, 4, generator=torch.Generator().manual_seed(0)) * sizes).to(dtype)
+    expected = x[0].float()
+    for part in x[1:].float():
+        expected = expected + part
+    expected = expected.to(dtype)
+
+    def work(group: SymmetricMemoryGroup, over: Over) -> Any:
+        own = x[group.rank]
+        return [group.all_reduce_in_order(own[:num_rows]) for num_rows in (0, 1, 256, 600)]
+
+    for found in symmetric(count, monkeypatch, work)[0]:
+        for num_rows, total in zip((0, 1, 256, 600), found, strict=True):
+            assert torch.equal(total, expected[:num_rows])
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_columns_are_side_by_side_in_the_order_of_the_ranks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace holds 256 rows; no rank overwrites rows that another still reads."""

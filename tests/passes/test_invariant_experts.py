@@ -71,6 +71,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("name", [*FUNCTIONS, "softmax", "sum"])
 def test_functions_have_the_same_bits_wherever_an_element_is(name: str) -> None:
     x = torch.randn(4000, 13, generator=torch.Generator().manual_seed(0)) * 8
+    x = x.abs() if name == "rsqrt" else x
     of_rows = {"softmax": softmax, "sum": lambda x: sum_in_halves(x, -1)}
     function = FUNCTIONS[name] if name in FUNCTIONS else of_rows[name]
     right = {"softplus": torch.nn.functional.softplus, "silu": torch.nn.functional.silu}

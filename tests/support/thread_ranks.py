@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from compiled_engine.parallel.gloo import rows_of
-from compiled_engine.parallel.group import PushBuffer
+from compiled_engine.parallel.group import PushBuffer, add_in_order
 
 T = TypeVar("T")
 
@@ -35,6 +35,9 @@ class ThreadGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(x)).sum(0)
+
+    def all_reduce_in_order(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return add_in_order(self._all(x_TD), x_TD.dtype)
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(x_TV.shape[1])
