@@ -19,6 +19,10 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def rsqrt(x: torch.Tensor) -> torch.Tensor:
+    return 1 / torch.sqrt(x)
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     return x * sigmoid(x)
 
@@ -30,6 +34,7 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 # By the names of PyTorch's functions.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,
+    "rsqrt": rsqrt,
     "sigmoid": sigmoid,
     "silu": silu,
     "softplus": softplus,

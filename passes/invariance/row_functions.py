@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.kernels.element_functions import FUNCTIONS, softmax, sum_in_halves
-from compiled_engine.passes.framework.matching import arg, aten, emit, is_call
+from compiled_engine.kernels.element_functions import FUNCTIONS, silu, softmax, sum_in_halves
+from compiled_engine.passes.framework.matching import arg, aten, emit, is_call, named
 from compiled_engine.passes.framework.op_library import define_op
+from compiled_engine.passes.linear.silu_mul import silu_mul
 
 # Ops of ATen that have no arguments but the elements -> the function that computes them.
 _OF_ELEMENTS = {
     aten.exp.default: "exp",
+    aten.rsqrt.default: "rsqrt",
     aten.sigmoid.default: "sigmoid",
     aten.silu.default: "silu",
     aten.softplus.default: "softplus",
@@ -30,8 +32,21 @@ def reference(x: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def row_reference(x_TN: torch.Tensor, function: str) -> torch.Tensor:
-    """Return the softmax of each row of N elements, [T, N], or with function "sum" its sum, [T, 1]."""
-    return softmax(x_TN) if function == "softmax" else sum_in_halves(x_TN, -1).unsqueeze(-1)
+    """Return the softmax of each row of N elements, [T, N], or with function "sum" or "mean" one number, [T, 1].
+
+    With function "gated_silu", return silu(first half) * second half of each row, [T, N / 2].
+    """
+    if function == "softmax":
+        return softmax(x_TN)
+    if function == "gated_silu":
+        gate_TI, up_TI = x_TN.chunk(2, dim=-1)
+        return silu(gate_TI) * up_TI
+    total_T1 = sum_in_halves(x_TN, -1).unsqueeze(-1)
+    return total_T1 / x_TN.shape[-1] if function == "mean" else total_T1
+
+
+def _width(width: int, function: str) -> int:
+    return {"softmax": width, "gated_silu": width // 2}.get(function, 1)
 
 
 element_function = define_op(
@@ -44,30 +59,35 @@ row_function = define_op(
     "row_function(Tensor x_TN, str function) -> Tensor",
     cpu=row_reference,
     cuda=row_reference,
-    fake=lambda x, function: x.new_empty((*x.shape[:-1], x.shape[-1] if function == "softmax" else 1)),
+    fake=lambda x, function: x.new_empty((*x.shape[:-1], _width(x.shape[-1], function))),
 )
 
 
 def replaced(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Replace a call that computes one of the functions in float32, and return the new node; None for other nodes."""
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+    is_call_of_values = node.op == "call_function" and bool(node.args) and isinstance(node.args[0], fx.Node)
+    if not is_call_of_values or not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return None
     target: Any = node.target
-    of_element = _OF_ELEMENTS.get(target) if value.device.type == "cpu" and len(node.args) == 1 else None
-    of_row = None if of_element is not None else _of_row(node)
-    if of_element is None and of_row is None:
+    given = arg(node, 0).meta["val"]
+    if node.kwargs or not isinstance(given, torch.Tensor) or given.dtype != torch.float32:
         return None
-    x = arg(node, 0)
-    if node.kwargs or x.meta["val"].dtype != torch.float32:
-        return None
+    x, on_cpu = arg(node, 0), value.device.type == "cpu"
+    of_row = _of_row(node)
     with graph.inserting_before(node):
-        if of_element is not None:
-            new = emit(graph, element_function, x, of_element)
-        else:
+        if on_cpu and target in _OF_ELEMENTS and len(node.args) == 1:
+            new = emit(graph, element_function, x, _OF_ELEMENTS[target])
+        elif on_cpu and is_call(node, aten.pow.Tensor_Scalar) and arg(node, 1) == 2:
+            new = emit(graph, aten.mul.Tensor, x, x)
+        elif on_cpu and is_call(node, silu_mul) and named(node)["activation"] == "silu":
+            new = emit(graph, row_function, x, "gated_silu")
+        elif of_row is not None:
             new = emit(graph, row_function, x, of_row)
-            if value.dim() < new.meta["val"].dim():
+            if value.dim() < given.dim():
                 new = emit(graph, aten.squeeze.dim, new, -1)
+        else:
+            return None
     node.replace_all_uses_with(new)
     return new
 
@@ -76,7 +96,8 @@ def _of_row(node: fx.Node) -> str | None:
     """Return the name of the function of rows, of the last dimension, that a call computes; None for other calls."""
     if is_call(node, aten._softmax.default):
         return "softmax" if arg(node, 1) in (-1, node.meta["val"].dim() - 1) and not arg(node, 2) else None
-    if is_call(node, aten.sum.dim_IntList):
-        last = arg(node, 0).meta["val"].dim() - 1
-        return "sum" if list(arg(node, 1)) in ([-1], [last]) else None
-    return None
+    if not is_call(node, aten.sum.dim_IntList, aten.mean.dim):
+        return None
+    last = arg(node, 0).meta["val"].dim() - 1
+    name = "sum" if is_call(node, aten.sum.dim_IntList) else "mean"
+    return name if list(arg(node, 1)) in ([-1], [last]) else None
