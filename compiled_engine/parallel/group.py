@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
+from operator import add
 from typing import Protocol
 
 import torch
@@ -127,7 +128,7 @@ def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
 
 def add_in_order(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of the ranks' tensors, added in rank order in float32 and rounded once to `dtype`."""
-    return reduce(torch.add, (part.float() for part in parts)).to(dtype)
+    return reduce(add, (part.float() for part in parts)).to(dtype)
 
 
 class Group(Protocol):

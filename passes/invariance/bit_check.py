@@ -70,7 +70,8 @@ def _name(call: fx.Node) -> str:
 
 
 def _device(call: fx.Node) -> torch.device:
-    return next(node.meta["val"].device for node in call.all_input_nodes)
+    device: torch.device = next(node.meta["val"].device for node in call.all_input_nodes)
+    return device
 
 
 def _unlike_calls(graph: fx.Graph, ops: Sequence[OpOverload]) -> Iterator[fx.Node]:

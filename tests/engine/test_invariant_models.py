@@ -33,11 +33,10 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 FEW = dict.fromkeys((7, 8, 9), 40.0)
 # The C++ kernel of linears takes columns in multiples of 16.
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-# The first has short convolutions, and experts with a router that the op of experts does not compute. Of the others one
-# runs without --all: with delta rules, states of Mamba 2, and experts that are shared.
-DRAWN = pytest.mark.product(one_in=1000)
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "lfm2")
-FAMILIES += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "falcon_h1")
+# Short convolutions, delta rules and states of Mamba 2; experts that are shared, and routers that the op of experts
+# does not compute (glm4_moe, lfm2_moe). One family runs without --all.
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "lfm2", "lfm2_moe", "qwen3_5_text")
+FAMILIES += ("qwen3_5_moe_text", "qwen3_next", "nemotron_h", "falcon_h1", "granitemoehybrid")
 
 
 Requests = tuple[list[list[int]], list[SamplingParams]]
@@ -71,7 +70,8 @@ def made_requests() -> Requests:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["lfm2_moe", *(pytest.param(name, marks=DRAWN) for name in FAMILIES)])
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_request_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
     """Alone or together, in chunks, after a cached prefix or a preemption, with drafts or without."""
     write_model(tmp_path, name)
@@ -88,7 +88,10 @@ def test_a_request_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -
     assert all(seen.values()), seen
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "parallel/test_gpu_groups.py::test_ranks_are_added_in_their_order_whatever_the_number_of_rows",
+    "engine/test_invariant_models.py::test_a_request_has_the_same_bits_in_every_batch",
+)
 @pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["plain", "drafting"])
 def test_ranks_give_a_request_the_same_bits_in_every_batch(options: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_moe")
