@@ -41,7 +41,8 @@ class NcclGroup:
         return add_in_order(self._gathered(x_TD).unbind(), x_TD.dtype)
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
-        return self._gathered(x_TV).transpose(0, 1).reshape(len(x_TV), -1)
+        num_rows, num_columns = x_TV.shape
+        return self._gathered(x_TV).transpose(0, 1).reshape(num_rows, self.size * num_columns)
 
     def _gathered(self, x_TV: torch.Tensor) -> torch.Tensor:
         parts_RTV = x_TV.new_empty((self.size, *x_TV.shape))

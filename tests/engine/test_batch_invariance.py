@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.invariance.batch_invariance import BatchInvariance
 from compiled_engine.resolve.engine import resolve
 
@@ -110,6 +111,13 @@ def test_the_librarys_functions_of_angles_have_the_same_bits_wherever_an_element
 def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(EngineOptions(**{"device": "cpu", "batch_invariant": True} | options))
+
+
+def test_each_rank_has_the_whole_vocabulary() -> None:
+    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2}
+    configs = [resolve(EngineOptions(**options, batch_invariant=on)) for on in (True, False)]
+    whole, divided = (local_model(config).vocab_size / config.model.vocab_size for config in configs)
+    assert (whole, divided) == (1, 0.5)
 
 
 @pytest.mark.parametrize(
