@@ -196,7 +196,7 @@ def _require_invariant(node: fx.Node) -> None:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return
     name = target.name().partition(".")[0]
-    if name in _OWN_OPS or name in _MOVES or name in _EXACT:
+    if name in _OWN_OPS or name in _EXACT or (name in _MOVES and "reduce" not in target._overloadname):
         return
     if "invariant" in {argument.name for argument in target._schema.arguments} and named(node)["invariant"]:
         return

@@ -127,8 +127,9 @@ def test_each_rank_has_the_whole_vocabulary() -> None:
         (lambda x: torch.bmm(x[None], x.t()[None]), "aten.bmm.default"),
         (lambda x: x.tanh() + 1, "aten.tanh.default"),
         (lambda x: x.mean(0), "aten.mean.dim"),
+        (lambda x: x.scatter(1, x.long() * 0, x, reduce="add"), "aten.scatter.reduce"),
     ],
-    ids=["softmax", "product", "tanh", "mean"],
+    ids=["softmax", "product", "tanh", "mean", "scatter"],
 )
 def test_a_model_with_another_op_is_refused_by_its_name(function: Any, name: str) -> None:
     graph: fx.Graph = make_fx(function)(torch.randn(4, 16)).graph
