@@ -36,7 +36,7 @@ from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
 from compiled_engine.passes.images.steps import image_passes
-from compiled_engine.passes.invariance.batch_invariance import BatchInvariance, let_recurrences_be_invariant
+from compiled_engine.passes.invariance.batch_invariance import BatchInvariance, prepare_invariant
 from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
@@ -222,7 +222,7 @@ def trace_whole(
     undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
     whole = trace(without_storage(make_model(config.model), config.device), callables_of(undivided)[name])
     if config.batch_invariant:
-        let_recurrences_be_invariant(whole.module.graph)
+        prepare_invariant(whole.module.graph)
     return whole
 
 
@@ -252,7 +252,7 @@ def fuse(
     """
     module = traced.for_range(compile_range)
     if config.batch_invariant:
-        let_recurrences_be_invariant(module.graph)
+        prepare_invariant(module.graph)
     own = traced.signature
     cut: tuple[PassReport, ...] = ()
     if own.hoisted:  # first, since the contracts of other passes are those of the part that is left

@@ -110,7 +110,7 @@ class BatchInvariance(GraphPass):
         return PassResult(num_linears, (), tuple(replacements), check_bits(graph, _COMPARED, _counts(graph)))
 
 
-def let_recurrences_be_invariant(graph: fx.Graph) -> None:
+def prepare_invariant(graph: fx.Graph) -> None:
     """Let recurrences process tokens one by one. This is done before all passes, so it is no rewrite to be verified.
 
     In chunks, sums round so differently that the verifier would report them.

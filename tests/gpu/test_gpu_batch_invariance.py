@@ -66,16 +66,6 @@ def test_models_with_experts_and_recurrences_too(name: str, drafts: dict[str, An
     check(tmp_path, ids, (("bf16", drafts), *([("fp8", EIGHT_BITS | drafts)] if name == "qwen3_moe" else [])))
 
 
-@pytest.mark.gpu_pair
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("collectives", ["auto", "nccl"])
-def test_two_ranks_too(collectives: str, tmp_path: Path) -> None:
-    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-    make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16, **LARGE, **experts)
-    ids = random.Random(0).choices(range(20, 4000), k=4000)
-    check(tmp_path, ids, (("bf16", {"tensor_parallel_size": 2, "collectives": collectives}),))
-
-
 def check(folder: Path, ids: list[int], ways: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Assert that requests have the same bits in every batch. ways: weights, and options of an engine.
 

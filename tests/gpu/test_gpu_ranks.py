@@ -13,6 +13,7 @@ from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
 from families import family, write_checkpoint
 from family_comparison import difference_of
+from invariant_requests import alone, requests, together
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 
@@ -153,3 +154,17 @@ def test_ranks_in_fp8_are_nearer_to_one_than_fp8_to_bfloat16(
     )
     of_ranks, of_fp8 = (median(differences(*pair, PROMPTS)) for pair in ((one, two), (plain, one)))
     assert of_ranks <= 1.2 * of_fp8
+
+
+@pytest.mark.parametrize("collectives", ["auto", "nccl"])
+def test_a_request_has_the_same_bits_in_every_batch_of_two_ranks(collectives: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16, vocab_size=132, **SIZES, **EXPERTS)
+    prompts, params = requests([(7 * i * i) % 130 for i in range(4000)], 20, 240)
+    sizes: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 192, "num_blocks": 120}
+    options = sizes | TWO_RANKS | {"block_size": 16, "collectives": collectives, "batch_invariant": True}
+    with LLM(tmp_path, device="cuda", progress=False, skip_tokenizer_init=True, **options) as llm:
+        expected = alone(llm, prompts, params)
+        for size in (64, 3, 33):
+            chosen = [(n * 7 + size) % 20 for n in range(size)]
+            found = together(llm, [prompts[n] for n in chosen], [params[n] for n in chosen])
+            assert [n for n, result in zip(chosen, found, strict=True) if result != expected[n]] == []
