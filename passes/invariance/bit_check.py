@@ -171,13 +171,16 @@ def _check_recurrence(call: fx.Node) -> None:
             value = arguments[out_name].meta["val"]
             out = torch.empty((length, *value.shape[1:]), dtype=value.dtype, device=device)
             first += length
-            numbers = [torch.tensor(each).int() for each in ((0,), (0, length), (first,))]
+            rows_R, starts_R1, seq_lens_R = (
+                torch.tensor(each).int().to(device) for each in ((0,), (0, length), (first,))
+            )
             host_3 = torch.tensor((int(length == 1), length, length)).int()
-            sequences = Sequences(*(each.to(device) for each in numbers), host_3)
+            sequences = Sequences(rows_R, starts_R1, seq_lens_R, host_3)
             given = fixed | values | states | sequences._asdict() | {out_name: out}
             op(*(given[argument.name] for argument in op._schema.arguments))
             outs.append(out)
-        return [torch.cat(outs), *(state for name, state in states.items() if name in ("state_SDN", "state_SHkv"))]
+        kept = (state for name, state in states.items() if name in ("state_SDN", "state_SHkv"))
+        return [torch.cat(outs), *(state for state in kept if state is not None)]
 
     for found, expected in zip(run(PARTS), run((most,)), strict=True):
         _require_equal(call, found, expected, f"steps of {_listed(PARTS)}", f"one of {most} tokens")
