@@ -19,6 +19,7 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
     fakes: the fake values of the graph's inputs.
     """
     _simplify_products(graph)
+    _write_out_polar(graph)
     module = make_fx(graph)(*fakes)
     if any(map(_writes, module.graph.nodes)):
         return make_fx(compat.functional(graph))(*fakes)
@@ -64,6 +65,19 @@ def _simplify_products(graph: fx.GraphModule) -> None:
                 node.target = operator.mul
             elif len(right) == 2 and _has_open_batch(left):
                 _multiply_rows(graph.graph, node, ("flatten", 0, 1), ("unflatten", 0, (-1, left[1])))
+    graph.recompile()
+
+
+def _write_out_polar(graph: fx.GraphModule) -> None:
+    """Replace torch.polar by view_as_complex of its parts, in place: torch 2.11 cannot trace it with symbolic sizes."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.polar):
+        length, angle = node.args
+        with graph.graph.inserting_before(node):
+            parts = [graph.graph.call_function(function, (angle,)) for function in (torch.cos, torch.sin)]
+            if length.target is not torch.ones_like:
+                parts = [graph.graph.call_function(torch.mul, (length, part)) for part in parts]
+            pair = graph.graph.call_function(torch.stack, (parts, -1))
+        node.target, node.args, node.kwargs = torch.view_as_complex, (pair,), {}
     graph.recompile()
 
 

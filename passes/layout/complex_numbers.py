@@ -56,12 +56,6 @@ def _pair_of(graph: fx.Graph, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> f
     """
     if is_call(node, aten.view_as_complex.default):
         return arg(node, 0)  # type: ignore[no-any-return]
-    if is_call(node, aten.polar.default):
-        length, angle = node.args
-        parts = [emit(graph, op, angle) for op in (aten.cos.default, aten.sin.default)]
-        if not is_call(length, aten.ones_like.default):
-            parts = [emit(graph, aten.mul.Tensor, length, part) for part in parts]
-        return emit(graph, aten.stack.default, parts, -1)
     first = pairs.get(arg(node, 0)) if node.args else None
     if first is None:
         return None

@@ -58,6 +58,10 @@ def product_by_sign(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w
 
 
+def turned(length: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.polar(length, angle) * torch.polar(torch.ones_like(angle), angle))
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "has", "has_not"),
     [
@@ -69,6 +73,7 @@ def product_by_sign(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         (product_by_sign, ((3, 1), (1, 4)), "aten::mul.Tensor", "aten::mm"),
         (product, ((2, 3, 2), (2, 2, 4)), "aten::bmm", "aten::mul.Tensor"),
         (product, ((3, 4), (4,)), "aten::mv", "aten::mul.Tensor"),
+        (turned, ((3, 4), (3, 4)), "aten::view_as_complex", "aten::polar"),
     ],
 )
 def test_code_becomes_the_same_without_what_cannot_be_traced(

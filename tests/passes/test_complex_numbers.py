@@ -12,9 +12,13 @@ from compiled_engine.passes.layout.complex_numbers import ComplexNumbers, has_co
 EVERY_BATCH = CompileRange(1, 64)
 
 
+def turns_of(angles: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(torch.stack([angles.cos(), angles.sin()], -1))
+
+
 def rotated(x: torch.Tensor, lengths: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs of heads [T, H, d] as DeepSeek-V2 does, and lengthen them."""
-    turns = torch.polar(lengths, angles) * 1.5 * torch.polar(torch.ones_like(angles), angles)
+    turns = torch.view_as_complex(torch.stack([lengths, 0 * lengths], -1)) * 1.5 * turns_of(angles)
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns.unsqueeze(1)
     return torch.view_as_real(turned).flatten(-2)
 
