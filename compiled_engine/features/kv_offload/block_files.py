@@ -13,14 +13,15 @@ import logging
 import os
 import struct
 import threading
-import zlib
 from io import FileIO
 from pathlib import Path
 
+from xxhash import xxh3_64_intdigest
+
 log = logging.getLogger("compiled_engine")
 
-HEADER = struct.Struct("<4sIQ")  # MAGIC, CRC-32 and number of the bytes that follow
-MAGIC = b"CEB1"
+HEADER = struct.Struct("<4sQQ")  # MAGIC, checksum (XXH3) and number of the bytes that follow
+MAGIC = b"CEB2"
 PARTIAL = ".partial"
 
 
@@ -38,7 +39,7 @@ class BlockFiles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb", buffering=0) as file:
-                _write_all(file.fileno(), HEADER.pack(MAGIC, zlib.crc32(row), row.nbytes))
+                _write_all(file.fileno(), HEADER.pack(MAGIC, xxh3_64_intdigest(row), row.nbytes))
                 _write_all(file.fileno(), row)
             partial.replace(path)
         except OSError as error:
@@ -60,7 +61,7 @@ class BlockFiles:
                     raise ValueError(f"it has {size} bytes of a block; expected: {row.nbytes}")
                 if (count := _read_all(file, row)) != size:
                     raise ValueError(f"it has {count} bytes instead of {size}")
-            if zlib.crc32(row) != checksum:
+            if xxh3_64_intdigest(row) != checksum:
                 raise ValueError("its bytes do not match its checksum")
             os.utime(path)  # see FileIndex
         except FileNotFoundError:
