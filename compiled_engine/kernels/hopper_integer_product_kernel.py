@@ -2,11 +2,16 @@
 
 As in hopper_product_kernel, a program computes tiles of the result one after another, and rows of the weight are the
 left operand of the tensor cores' products. The left operand is decoded in registers, see hopper_integers.py: codes
-minus zero points, times their scale in fp32, rounded to the results' type. The sums thus equal those of a product with
-the decoded weight. A block's codes are decoded while the tensor cores multiply the block before it.
+minus zero points, times their scale, rounded to the results' type. The sums thus equal those of a product with the
+decoded weight, up to rounding.
 
-A block of 128 columns needs few bytes of codes and many of tokens, so codes and tokens have separate ring buffers: a
-stage of codes holds a block, a stage of tokens half of a block's columns.
+A group always has one product running while it decodes the left operand of the next: it waits for the product before
+the newest one, never for the newest. A product thus takes half of a block of 128 columns. The order matters: the
+assembler moves instructions that decode behind a wait, where they would find the tensor cores idle.
+
+A block needs few bytes of codes and many of tokens, so codes and tokens have separate ring buffers: a stage of codes
+holds a block, a stage of tokens half of a block's columns. The tokens of a tile are one or two parts, see
+hopper_product_kernel; each code is decoded once for all of them.
 
 If a linear has too few tiles to occupy every multiprocessor, the columns of each tile are split among several programs,
 which write partial sums, see split_sums.
@@ -28,9 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.hopper_gate import BLOCK, rows_of_pairs
-from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row_layout, word_layout
+from compiled_engine.kernels.hopper_integers import (
+    WORDS,
+    base_of,
+    decoded_and_scaled,
+    in_two_parts,
+    row_layout,
+    word_layout,
+)
 from compiled_engine.kernels.hopper_product_kernel import (
     COPYING_REGISTERS,
+    SMALL,
     Descriptors,
     Places,
     Tiles,
@@ -41,8 +54,8 @@ from compiled_engine.kernels.hopper_product_kernel import (
 )
 from compiled_engine.kernels.hopper_ring import (
     barriers,
-    filled_stage,
     load_box,
+    next_stage,
     reinterpreted,
     shared_layout,
     stage_to_fill,
@@ -74,7 +87,8 @@ class Ring(NamedTuple):
     zeros: Any  # the same, or None
     words_full: Any
     words_empty: Any
-    tokens: Any  # [stages, tokens, HALF]
+    tokens0: Any  # parts of the tokens, each [stages, part, HALF]
+    tokens1: Any
     tokens_full: Any
     tokens_empty: Any
 
@@ -129,6 +143,7 @@ def copy(  # type: ignore[no-untyped-def]
     written, are copied after it.
     """
     stages: gl.constexpr = FORM.stages
+    tokens: gl.constexpr = FORM.part0 + FORM.part1
     ahead: gl.constexpr = min(WORD_STAGES, FORM.steps)
     in_split = tiles.of_tokens * tiles.of_rows
     number = gl.program_id(0)
@@ -148,18 +163,27 @@ def copy(  # type: ignore[no-untyped-def]
                 half = 2 * count + second
                 stage = stage_to_fill(ring.tokens_empty, half, stages)
                 full = ring.tokens_full.index(stage)
-                mbarrier.expect(full, FORM.part0 * HALF * 2)
+                mbarrier.expect(full, tokens * HALF * 2)
                 column = (first + step) * (2 * HALF) + second * HALF
-                load_box(descs.tokens0, [token_tile * FORM.part0, column], full, ring.tokens.index(stage))
+                load_box(descs.tokens0, [token_tile * tokens, column], full, ring.tokens0.index(stage))
+                if FORM.part1 > 0:
+                    token = token_tile * tokens + FORM.part0
+                    load_box(descs.tokens1, [token, column], full, ring.tokens1.index(stage))
             count += 1
         number += gl.num_programs(0)
 
 
 @gluon.jit
 def _values_of(  # type: ignore[no-untyped-def]
-    ring, stage, dtype: gl.constexpr, ZERO: gl.constexpr, of_left: gl.constexpr, GROUP: gl.constexpr
+    ring,
+    stage,
+    dtype: gl.constexpr,
+    ZERO: gl.constexpr,
+    of_left: gl.constexpr,
+    HALF_OF: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
-    """Decode 128 columns of a group's rows; return (first 64 columns, last 64 columns), [ROWS, 64] each.
+    """Decode one half, HALF_OF, of 128 columns of a group's rows; return their values, [ROWS, HALF].
 
     stage: index of the stage that holds these columns. ZERO: the zero point of all codes, if the weight has no zero
     points of its own. of_left: layout of the results, that of a left operand. GROUP: index of the group of warps.
@@ -169,10 +193,9 @@ def _values_of(  # type: ignore[no-untyped-def]
         zero_N = ring.zeros.index(at).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
     else:
         zero_N = gl.full([ROWS], ZERO * 0x10001 + base_of(dtype), gl.int32, gl.SliceLayout(1, of_left))
-    scale_N = ring.scales.index(at).load(gl.SliceLayout(1, of_left))
-    low, high = decoded(ring.words.index(at).load(of_left), zero_N[:, None], dtype, of_left)
-    low = (low.to(gl.float32) * scale_N[:, None]).to(dtype)
-    return low, (high.to(gl.float32) * scale_N[:, None]).to(dtype)
+    scale_N, rest_N = in_two_parts(ring.scales.index(at).load(gl.SliceLayout(1, of_left)), dtype)
+    words = ring.words.index(at).load(of_left)
+    return decoded_and_scaled(words, zero_N[:, None], scale_N[:, None], rest_N[:, None], dtype, HALF_OF, of_left)
 
 
 @gluon.jit
@@ -186,15 +209,39 @@ def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: 
 
 
 @gluon.jit
-def _store_partial(acc, ending, split, token_tile, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the sums `acc` of a tile, over part number `split` of the columns, to ending.partials_ptr.
+def _store_partial(acc, ending, split, token, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the sums `acc` of a part of a tile, over part number `split` of the columns, to ending.partials_ptr.
 
-    The partial sums are [splits, num_tokens, N]. row_N, there_N: see _rows_of.
+    The partial sums are [splits, num_tokens, N]. token: index of the first token. row_N, there_N: see _rows_of.
     """
     num_rows = ending.num_outputs * 2 if FORM.gated else ending.num_outputs
-    token_T = token_tile * FORM.part0 + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, acc.type.layout))
+    token_T = token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     offsets_NT = (split * ending.num_tokens + token_T)[None, :] * num_rows + row_N[:, None]
     gl.store(ending.partials_ptr + offsets_NT, acc, mask=there_N[:, None] & (token_T < ending.num_tokens)[None, :])
+
+
+@gluon.jit
+def _multiply(left, ring, stage, acc0, acc1, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start to add left @ tokens^T, of the tokens in a stage, to the sums of each part; then end the product before it.
+
+    Returns the sums (acc0, acc1).
+    """
+    acc0 = warpgroup_mma(left, ring.tokens0.index(stage).permute((1, 0)), acc0, is_async=True)
+    if FORM.part1 > 0:
+        of_part1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.part1, 16])
+        other = gl.convert_layout(left, gl.DotOperandLayout(0, of_part1, 2))
+        acc1 = warpgroup_mma(other, ring.tokens1.index(stage).permute((1, 0)), acc1, is_async=True)
+    return acc0, acc1
+
+
+@gluon.jit
+def _ended(acc0, acc1, RUNNING: gl.constexpr, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums (acc0, acc1), once at most the newest RUNNING products are not complete."""
+    if FORM.part1 > 0:
+        acc0, acc1 = warpgroup_mma_wait(2 * RUNNING, deps=(acc0, acc1))
+    else:
+        acc0 = warpgroup_mma_wait(RUNNING, deps=(acc0,))
+    return acc0, acc1
 
 
 @gluon.jit
@@ -215,43 +262,62 @@ def _compute(  # type: ignore[no-untyped-def]
 
     places: shared memory for results. GROUP: index of this group.
     """
-    tokens: gl.constexpr = FORM.part0
-    stages: gl.constexpr = FORM.stages
+    part0: gl.constexpr = FORM.part0
+    part1: gl.constexpr = FORM.part1
     outputs: gl.constexpr = ROWS // 2 if FORM.gated else ROWS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
-    of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part0, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(part1, 8), 16])
+    of_left: gl.constexpr = gl.DotOperandLayout(0, layout0, 2)
     dtype: gl.constexpr = descs.tokens0.dtype
     in_split = tiles.of_tokens * tiles.of_rows
-    count = 0
+    # Stages, and phases of their barriers, of the block and of the half whose product starts next.
+    block = 0
+    block_phase = 0
+    half = 0
+    half_phase = 0
     for number in range(gl.program_id(0), in_split * SPLITS, gl.num_programs(0)):
-        acc = gl.zeros([ROWS, tokens], gl.float32, layout)
-        stage = filled_stage(ring.words_full, count, WORD_STAGES)
-        low, high = _values_of(ring, stage, dtype, ZERO, of_left, GROUP)
+        acc0 = gl.zeros([ROWS, part0], gl.float32, layout0)
+        acc1 = gl.zeros([ROWS, max(part1, 8)], gl.float32, layout1)
+        mbarrier.wait(ring.words_full.index(block), block_phase)
+        left = _values_of(ring, block, dtype, ZERO, of_left, 0, GROUP)
+        mbarrier.wait(ring.tokens_full.index(half), half_phase)
         for step in range(FORM.steps):
-            first = filled_stage(ring.tokens_full, 2 * count, stages)
-            acc = warpgroup_mma(low, ring.tokens.index(first).permute((1, 0)), acc, is_async=True)
-            last = filled_stage(ring.tokens_full, 2 * count + 1, stages)
-            acc = warpgroup_mma(high, ring.tokens.index(last).permute((1, 0)), acc, is_async=True)
-            # The next block is decoded during the products. After the last one the values are not used.
-            following = (count + 1) % WORD_STAGES
+            acc0, acc1 = _multiply(left, ring, half, acc0, acc1, FORM)
+            before = half
+            half, half_phase = next_stage(half, half_phase, FORM.stages)
+            right = _values_of(ring, block, dtype, ZERO, of_left, 1, GROUP)
+            mbarrier.arrive(ring.words_empty.index(block), count=1)
+            block, block_phase = next_stage(block, block_phase, WORD_STAGES)
+            mbarrier.wait(ring.tokens_full.index(half), half_phase)
+            acc0, acc1 = _multiply(right, ring, half, acc0, acc1, FORM)
+            acc0, acc1 = _ended(acc0, acc1, 1, FORM)
+            mbarrier.arrive(ring.tokens_empty.index(before), count=1)
+            before = half
+            half, half_phase = next_stage(half, half_phase, FORM.stages)
+            # After the last block these values are not used.
             if step + 1 < FORM.steps:
-                mbarrier.wait(ring.words_full.index(following), ((count + 1) // WORD_STAGES) & 1)
-            low, high = _values_of(ring, following, dtype, ZERO, of_left, GROUP)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(ring.tokens_empty.index(first), count=1)
-            mbarrier.arrive(ring.tokens_empty.index(last), count=1)
-            mbarrier.arrive(ring.words_empty.index(count % WORD_STAGES), count=1)
-            count += 1
+                mbarrier.wait(ring.words_full.index(block), block_phase)
+            left = _values_of(ring, block, dtype, ZERO, of_left, 0, GROUP)
+            if step + 1 < FORM.steps:
+                mbarrier.wait(ring.tokens_full.index(half), half_phase)
+            acc0, acc1 = _ended(acc0, acc1, 0, FORM)
+            mbarrier.arrive(ring.tokens_empty.index(before), count=1)
         token_tile, row_tile = tile_at(number % in_split, tiles, FORM)
-        row_N, there_N = _rows_of(ending, row_tile, of_rows, FORM, GROUP)
+        token = token_tile * (part0 + part1)
+        row_N, there_N = _rows_of(ending, row_tile, gl.SliceLayout(1, layout0), FORM, GROUP)
+        row1_N, there1_N = _rows_of(ending, row_tile, gl.SliceLayout(1, layout1), FORM, GROUP)
         if SPLITS > 1:
-            _store_partial(acc, ending, number // in_split, token_tile, row_N, there_N, FORM)
+            split = number // in_split
+            _store_partial(acc0, ending, split, token, row_N, there_N, FORM)
+            if part1 > 0:
+                _store_partial(acc1, ending, split, token + part0, row1_N, there1_N, FORM)
         else:
             if ending.bias_ptr is not None:
-                acc += gl.load(ending.bias_ptr + row_N, mask=there_N, other=0.0).to(gl.float32)[:, None]
+                acc0 += gl.load(ending.bias_ptr + row_N, mask=there_N, other=0.0).to(gl.float32)[:, None]
+                if part1 > 0:
+                    acc1 += gl.load(ending.bias_ptr + row1_N, mask=there1_N, other=0.0).to(gl.float32)[:, None]
             output = (row_tile * GROUPS + GROUP) * outputs
-            write_all(acc, acc, acc, descs, token_tile * tokens, output, places, FORM, ACTIVATION, GROUP)
+            write_all(acc0, acc1, acc1, descs, token, output, places, FORM, ACTIVATION, GROUP)
     if SPLITS == 1:
         tma.store_wait(0)
 
@@ -262,8 +328,10 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
     w_desc,
     s_desc,
     z_desc,
-    x_desc,
-    y_desc,
+    x0_desc,
+    x1_desc,
+    y0_desc,
+    y1_desc,
     bias_ptr,
     partials_ptr,
     num_tokens,
@@ -271,7 +339,8 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
     token_tiles,
     row_tiles,
     K: gl.constexpr,
-    TOKENS: gl.constexpr,
+    PART0: gl.constexpr,
+    PART1: gl.constexpr,
     STAGES: gl.constexpr,
     WORD_STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -284,16 +353,16 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
     """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up of the halves of y.
 
     Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS * ROWS (2 * 64) rows of the
-    weight and TOKENS tokens, over one of SPLITS parts of K. All tiles of a part precede those of the next.
+    weight and PART0 + PART1 tokens, over one of SPLITS parts of K. All tiles of a part precede those of the next.
 
     w_desc: TMA descriptor of the codes in int32 words (see hopper_integers.py) [N, K / 8], with boxes [ROWS, WORDS]. If
         GATED, of a view [N / 2 / BLOCK, 2, BLOCK, K / 8], in which BLOCK (8) rows of gate and of up alternate, with
         boxes [ROWS / 2 / BLOCK, 2, BLOCK, WORDS]. WORDS (16) words hold 128 columns.
     s_desc, z_desc: TMA descriptors of scales (fp32) and zero points (int16), [K / 128, N], with boxes of the same rows
         as w_desc. z_desc None: the zero point of all codes is ZERO.
-    x_desc: TMA descriptor of x [T, K], with boxes [TOKENS, 64].
-    y_desc: TMA descriptor of the results [T, num_outputs], with boxes [tokens, outputs of a group of warps]; at most
-        hopper_product_kernel.chunk_of tokens. None if SPLITS is more than 1.
+    x0_desc, x1_desc: TMA descriptors of x [T, K], with boxes [part, 64], one per part; x1_desc is None if PART1 is 0.
+    y0_desc, y1_desc: TMA descriptors of the results [T, num_outputs], with boxes [part, outputs of a group of warps] of
+        at most hopper_product_kernel.chunk_of tokens. None if SPLITS is more than 1, y1_desc also if PART1 is 0.
     bias_ptr: [N] or None. partials_ptr: None, or if SPLITS is more than 1, fp32 [SPLITS, T, N]: receives the partial
         sums, without activation; bias_ptr must then be None.
     token_tiles, row_tiles: number of tiles of tokens and of rows. TOGETHER: number of tiles of tokens that are
@@ -301,31 +370,36 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
         codes. REGISTERS: per computing thread.
     """
     gdc_launch_dependents()
-    FORM: gl.constexpr = form_of(4, K // SPLITS, GROUPS, ROWS, TOKENS, 0, 0, STAGES, GATED, TOGETHER)
+    FORM: gl.constexpr = form_of(4, K // SPLITS, GROUPS, ROWS, PART0, PART1, 0, STAGES, GATED, TOGETHER)
     outputs: gl.constexpr = ROWS // 2 if GATED else ROWS
     chunk: gl.constexpr = chunk_of(ROWS, GATED)
-    dtype: gl.constexpr = x_desc.dtype
+    dtype: gl.constexpr = x0_desc.dtype
     by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [WORD_STAGES * GROUPS, ROWS, WORDS], word_layout(2))
     scales = gl.allocate_shared_memory(gl.float32, [WORD_STAGES * GROUPS, ROWS], by_row)
     zeros = None
     if z_desc is not None:
         zeros = gl.allocate_shared_memory(gl.int16, [WORD_STAGES * GROUPS, ROWS], by_row)
-    tokens = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, HALF], shared_layout(16, 2))
-    out0 = tokens
-    out1 = tokens
+    tokens0 = gl.allocate_shared_memory(dtype, [STAGES, PART0, HALF], shared_layout(16, 2))
+    tokens1 = tokens0
+    if PART1 > 0:
+        tokens1 = gl.allocate_shared_memory(dtype, [STAGES, PART1, HALF], shared_layout(16, 2))
+    out0 = tokens0
+    out1 = tokens0
     if SPLITS == 1:
         out_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=outputs * 2, element_bitwidth=16, rank=2)
-        out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(TOKENS, chunk), outputs], out_shared)
+        out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, chunk), outputs], out_shared)
         out1 = out0
-        if chunk < TOKENS and GATED:
+        if chunk < PART0 and GATED:
             out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
+        if PART1 > 0 and PART1 <= SMALL:
+            out1 = gl.allocate_shared_memory(dtype, [GROUPS, PART1, outputs], out_shared)
     words_full, words_empty = barriers(WORD_STAGES, GROUPS)
     tokens_full, tokens_empty = barriers(STAGES, GROUPS)
     fence_async_shared()
     codes = Codes(w_desc, s_desc, z_desc)
-    descs = Descriptors(w_desc, x_desc, None, None, y_desc, None, None)
-    ring = Ring(words, scales, zeros, words_full, words_empty, tokens, tokens_full, tokens_empty)
+    descs = Descriptors(w_desc, x0_desc, x1_desc, None, y0_desc, y1_desc, None)
+    ring = Ring(words, scales, zeros, words_full, words_empty, tokens0, tokens1, tokens_full, tokens_empty)
     tiles = Tiles(token_tiles, row_tiles)
     places = Places(out0, out1, out1)
     ending = Ending(bias_ptr, partials_ptr, num_tokens, num_outputs)

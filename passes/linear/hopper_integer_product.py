@@ -22,8 +22,10 @@ from compiled_engine.passes.linear.split_sums import sum_splits
 _BLOCK, _ROWS, _TOGETHER = 128, 128, 8
 # Bytes of a stage of codes: of each row 16 words, a scale and a zero point.
 _WORD_STAGES, _WORD_STAGE = 4, _ROWS * (64 + 4 + 2)
+# Parts of a tile's tokens: powers of two, each one operand of a tensor-core product.
+PARTS = {128: (128, 0), 144: (128, 16), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
 # Tokens of a tile, and the time of one of its blocks in microseconds; these and the following were fitted on an H200.
-_BLOCK_TIMES = {128: 0.9, 256: 1.33}
+_BLOCK_TIMES = {128: 0.68, 144: 0.78, 160: 0.85, 192: 1.0, 256: 1.3}
 # Time for the start and the end of a tile, in blocks.
 _ENDS = 3
 # Time of the kernel that adds splits in microseconds, and bytes of partial sums per microsecond.
@@ -41,16 +43,21 @@ class IntegerTiles:
     Raises ValueError for values that are not allowed.
     """
 
-    tokens: int  # 128 or 256
+    tokens: int  # those of PARTS
     splits: int  # divides the number of blocks of 128 columns
     stages: int  # of tokens, each of half a block
 
     def __post_init__(self) -> None:
-        if self.tokens not in _BLOCK_TIMES:
-            raise ValueError(f"tokens is {self.tokens}; allowed: {', '.join(map(str, _BLOCK_TIMES))}")
+        if self.tokens not in PARTS:
+            raise ValueError(f"tokens is {self.tokens}; allowed: {', '.join(map(str, PARTS))}")
         for name, least in (("splits", 1), ("stages", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The tokens of the first and the second part; the second may be 0."""
+        return PARTS[self.tokens]
 
 
 def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
@@ -58,10 +65,10 @@ def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
 
     tokens, splits: see IntegerTiles. gated: the weight has gate and up.
     """
-    chunk, outputs = min(tokens, 128), 32 if gated else 64
-    results = 0 if splits > 1 else 2 * chunk * outputs * 2
-    if gated and tokens > chunk:
-        results *= 2
+    parts, outputs = PARTS[tokens], 32 if gated else 64
+    # Results of a group: 128 tokens at a time, for gate and up 256; a small second part has its own place.
+    at_once = 256 if gated and parts[0] == 256 else 128 + (parts[1] if parts[1] <= 32 else 0)
+    results = 0 if splits > 1 else 2 * at_once * outputs * 2
     stages = (SHARED_MEMORY - results - _WORD_STAGES * _WORD_STAGE) // (tokens * _BLOCK)
     return IntegerTiles(tokens, splits, stages)
 
@@ -132,6 +139,8 @@ def hopper_integer_product(
     if is_split:
         partials = torch.empty((tiles.splits, num_tokens, num_rows), dtype=torch.float32, device=x_TK.device)
     of_words, of_scales, of_zeros, of_tokens, of_results = _boxes(tiles, gated)
+    tokens = [box and box.of(x_TK, [num_tokens, k], [x_TK.stride(0), 1]) for box in of_tokens]
+    results = [None if is_split else box and box.of(out_TM, [num_tokens, outputs], [outputs, 1]) for box in of_results]
     if gated:
         shape, strides = [outputs // 8, 2, 8, of_row], [8 * of_row, outputs * of_row, of_row, 1]
         grid, steps = [k // _BLOCK, outputs // 8, 2, 8], [num_rows, 8, outputs, 1]
@@ -144,8 +153,8 @@ def hopper_integer_product(
         of_words.of(words, shape, strides),
         of_scales.of(scales_CN, grid, steps),
         None if zeros_CN is None else of_zeros.of(zeros_CN, grid, steps),
-        of_tokens.of(x_TK, [num_tokens, k], [x_TK.stride(0), 1]),
-        None if is_split else of_results.of(out_TM, [num_tokens, outputs], [outputs, 1]),
+        *tokens,
+        *results,
         None if is_split else bias_N,
         partials,
         num_tokens,
@@ -153,7 +162,8 @@ def hopper_integer_product(
         token_tiles,
         row_tiles,
         K=k,
-        TOKENS=tiles.tokens,
+        PART0=tiles.parts[0],
+        PART1=tiles.parts[1],
         STAGES=tiles.stages,
         WORD_STAGES=_WORD_STAGES,
         SPLITS=tiles.splits,
@@ -174,18 +184,21 @@ def hopper_integer_product(
 
 
 @cache
-def _boxes(tiles: IntegerTiles, gated: bool) -> tuple[Box, Box, Box, Box, Box]:
-    """Return the TMA boxes of words, scales, zero points, tokens and results."""
+def _boxes(tiles: IntegerTiles, gated: bool) -> tuple[Box, Box, Box, list[Box | None], list[Box | None]]:
+    """Return the TMA boxes of words, scales, zero points, and for each part of the tokens (tokens, results).
+
+    None: the part has no tokens.
+    """
     from compiled_engine.kernels import hopper_integer_product_kernel as kernels
 
     rows, words = kernels.ROWS.value, kernels.WORDS.value
     shape = (rows // 16, 2, 8) if gated else (rows,)
     rank = len(shape) + 1
-    chunk = min(tiles.tokens, 128)
+    outputs = rows // 2 if gated else rows
     return (
         Box((*shape, words), kernels.word_layout(rank)),
         Box((1, *shape), kernels.row_layout(32, rank)),
         Box((1, *shape), kernels.row_layout(16, rank)),
-        Box((tiles.tokens, kernels.HALF.value), layout_of_boxes(16, 2)),
-        box_of_results(chunk, rows // 2 if gated else rows),
+        [Box((part, kernels.HALF.value), layout_of_boxes(16, 2)) if part else None for part in tiles.parts],
+        [box_of_results(min(part, 128), outputs) if part else None for part in tiles.parts],
     )

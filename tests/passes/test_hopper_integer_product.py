@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_compilation import compiled_for_hopper, stack_bytes
+from hopper_compilation import compiled_for_hopper, products_and_groups, stack_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_linear_cases import Case, arguments_of, in_words
@@ -17,6 +17,7 @@ from compiled_engine.kernels import hopper_integers as steps
 from compiled_engine.kernels import hopper_ring as ring
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, computing_registers
 from compiled_engine.passes.linear.hopper_integer_product import (
+    PARTS,
     IntegerTiles,
     hopper_integer_product,
     integer_product_tiles,
@@ -31,6 +32,13 @@ CASES = (
     (Case(256, 6144, 4096, bias=True), 128, 1),
     (Case(200, 272, 128, bias=True, silu_mul=True), 128, 1),
     (Case(300, 24576, 1024, silu_mul=True, residual=True), 256, 1),
+    (Case(288, 4096, 4096, residual=True, bias=True), 144, 1),
+    (Case(300, 2064, 1152, silu_mul=True), 144, 1),
+    (Case(300, 1040, 1536), 160, 3),
+    (Case(321, 2064, 640, silu_mul=True, bias=True), 160, 1),
+    (Case(576, 6144, 2048, silu_mul=True, residual=True), 192, 1),
+    (Case(200, 4096, 4096, bias=True), 192, 1),
+    (Case(150, 4096, 12288, silu_mul=True), 192, 4),
     (Case(257, 1040, 1536, bias=True, silu_mul=True, activation="gelu"), 256, 3),
     (Case(1000, 4096, 12288), 128, 2),
     (Case(2100, 1040, 640, residual=True, bias=True), 256, 5),
@@ -53,22 +61,24 @@ def test_splits_divide_the_blocks_and_stages_hold_two_at_least(
 
 
 def test_tiles_say_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"^tokens is 64; allowed: 128, 256$"):
+    with pytest.raises(ValueError, match=r"^tokens is 64; allowed: 128, 144, 160, 192, 256$"):
         IntegerTiles(64, 1, 4)
     with pytest.raises(ValueError, match=r"^stages is 1; allowed: at least 2$"):
         IntegerTiles(128, 1, 1)
 
 
-@pytest.mark.product(one_in=16)
+@pytest.mark.product(one_in=20)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("tokens", [128, 256])
-def test_the_kernel_needs_no_stack_on_hopper(
+@pytest.mark.parametrize("tokens", PARTS)
+def test_products_overlap_on_hopper_and_need_no_stack(
     tokens: int, splits: int, gated: bool, has_zeros: bool, dtype: str
 ) -> None:
     program = compiled(tokens, splits, gated, has_zeros, dtype)
+    products, groups = products_and_groups(program)
+    assert products == 4 * groups  # a group multiplies 64 columns, 16 at a time
     assert stack_bytes(program) == 0
     assert program.metadata.shared <= 227 << 10
 
@@ -77,28 +87,33 @@ def compiled(tokens: int, splits: int, gated: bool, has_zeros: bool, dtype: str)
     from triton.experimental.gluon import language as gl
 
     tiles = tiles_with(tokens, splits, gated)
+    part0, part1 = tiles.parts
     shape = [4, 2, 8] if gated else [64]
     rank, outputs = len(shape) + 1, 32 if gated else 64
     constants = {
-        "K": 4096, "TOKENS": tokens, "STAGES": tiles.stages, "WORD_STAGES": 4, "SPLITS": splits, "GATED": gated,
-        "ACTIVATION": "silu", "TOGETHER": 8, "ZERO": 0 if has_zeros else 8,
+        "K": 4096, "PART0": part0, "PART1": part1, "STAGES": tiles.stages, "WORD_STAGES": 4, "SPLITS": splits,
+        "GATED": gated, "ACTIVATION": "silu", "TOGETHER": 8, "ZERO": 0 if has_zeros else 8,
         "REGISTERS": computing_registers(2, PRODUCT_COPYING),
     }  # fmt: skip
     constants |= {} if has_zeros else {"z_desc": None}
     types = {
         "w_desc": f"tensordesc<i32{[*shape, 16]},{steps.word_layout(rank)}>",
         "s_desc": f"tensordesc<fp32{[1, *shape]},{steps.row_layout(32, rank)}>",
-        "x_desc": f"tensordesc<{dtype}{[tokens, 64]},{ring.shared_layout(16, 2)}>",
     }
+    parts = [(i, part) for i, part in enumerate(tiles.parts) if part]
+    constants |= {} if part1 else {"x1_desc": None, "y1_desc": None}
+    for i, part in parts:
+        types[f"x{i}_desc"] = f"tensordesc<{dtype}{[part, 64]},{ring.shared_layout(16, 2)}>"
     if has_zeros:
         types["z_desc"] = f"tensordesc<i16{[1, *shape]},{steps.row_layout(16, rank)}>"
     if splits > 1:
-        constants |= {"y_desc": None, "bias_ptr": None}
+        constants |= {"y0_desc": None, "y1_desc": None, "bias_ptr": None}
         types["partials_ptr"] = "*fp32"
     else:
         constants |= {"partials_ptr": None}
         layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * outputs, element_bitwidth=16, rank=2)
-        types["y_desc"] = f"tensordesc<{dtype}{[min(tokens, 128), outputs]},{layout}>"
+        for i, part in parts:
+            types[f"y{i}_desc"] = f"tensordesc<{dtype}{[min(part, 128), outputs]},{layout}>"
     kernel = kernels.hopper_integer_product_kernel
     return compiled_for_hopper(kernel, constants, types, pointers=f"*{dtype}", num_warps=4)
 

@@ -58,9 +58,22 @@ def registers(program: Any) -> int:
     return int(re.search(r"REG:(\d+)", resource_usage(program))[1])  # type: ignore[index]
 
 
+def products_and_groups(program: Any) -> tuple[int, int]:
+    """Return (tensor-core instructions, groups of them that are waited for) of a compiled kernel.
+
+    If the assembler runs out of registers for products that overlap, each instruction is a group.
+    """
+    products = re.findall("HGMMA[^;]*;", _dumped(program, "--dump-sass"))
+    return len(products), sum("gsb0" in product for product in products)
+
+
 def resource_usage(program: Any) -> str:
+    return _dumped(program, "--dump-resource-usage")
+
+
+def _dumped(program: Any, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(program.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        command = [CUOBJDUMP, option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
