@@ -154,7 +154,7 @@ def decoded_and_scaled(  # type: ignore[no-untyped-def]
 
     words, zeros, layout: see `decoded`. scales, rests: int32 [ROWS, 1], see in_two_parts. HALF: 0 for the first 64
     columns, 1 for the last. A code's products with both parts of its scale are added with a single rounding, so the
-    result is the rounded product of code and scale, except if that is within 2^-9 of a rounding step of a tie.
+    result is the rounded product of code and scale, except if that is within 2^-7 of a rounding step of a tie.
     """
     values = gl.inline_asm_elementwise(
         _scaled_decoding(dtype, HALF),
