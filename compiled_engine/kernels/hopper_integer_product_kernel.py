@@ -5,9 +5,10 @@ left operand of the tensor cores' products. The left operand is decoded in regis
 minus zero points, times their scale, rounded to the results' type. The sums thus equal those of a product with the
 decoded weight, up to rounding.
 
-A group always has one product running while it decodes the left operand of the next: it waits for the product before
-the newest one, never for the newest. A product thus takes half of a block of 128 columns. The order matters: the
-assembler moves instructions that decode behind a wait, where they would find the tensor cores idle.
+A product takes half of a block of 128 columns. A group decodes the left operand of the next half while a product runs,
+and waits for the product after that. A branch lies between decoding and the wait, that of the wait for tokens: within a
+block of instructions without branches, the assembler moves those that decode behind the wait for the product, where
+they find the tensor cores idle.
 
 A block needs few bytes of codes and many of tokens, so codes and tokens have separate ring buffers: a stage of codes
 holds a block, a stage of tokens half of a block's columns. The tokens of a tile are one or two parts, see
@@ -222,10 +223,7 @@ def _store_partial(acc, ending, split, token, row_N, there_N, FORM: gl.constexpr
 
 @gluon.jit
 def _multiply(left, ring, stage, acc0, acc1, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start to add left @ tokens^T, of the tokens in a stage, to the sums of each part; then end the product before it.
-
-    Returns the sums (acc0, acc1).
-    """
+    """Start to add left @ tokens^T, of the tokens in a stage, to the sums of each part; return these, (acc0, acc1)."""
     acc0 = warpgroup_mma(left, ring.tokens0.index(stage).permute((1, 0)), acc0, is_async=True)
     if FORM.part1 > 0:
         of_part1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.part1, 16])
@@ -236,7 +234,7 @@ def _multiply(left, ring, stage, acc0, acc1, FORM: gl.constexpr):  # type: ignor
 
 @gluon.jit
 def _ended(acc0, acc1, RUNNING: gl.constexpr, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sums (acc0, acc1), once at most the newest RUNNING products are not complete."""
+    """Wait until at most the newest RUNNING products still run; return the sums (acc0, acc1)."""
     if FORM.part1 > 0:
         acc0, acc1 = warpgroup_mma_wait(2 * RUNNING, deps=(acc0, acc1))
     else:
