@@ -152,8 +152,8 @@ class BlockPool:
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         evicted = [block for block in blocks if self._hashes[block] is not None]
-        hashes = [self._forget(block) for block in evicted]
         if evicted:
+            hashes = [self._forget(block) for block in evicted]
             for watcher in self.watchers:
                 watcher.evicted(evicted, hashes)
         for block in blocks:

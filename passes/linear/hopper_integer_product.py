@@ -24,10 +24,9 @@ _BLOCK, _ROWS, _TOGETHER = 128, 128, 8
 _WORD_STAGES, _WORD_STAGE = 4, _ROWS * (64 + 4 + 2)
 # Parts of a tile's tokens: powers of two, each one operand of a tensor-core product.
 PARTS = {128: (128, 0), 144: (128, 16), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
-# Tokens of a tile, and the time of one of its blocks in microseconds. That of 256 tokens and the following constants
-# were fitted on an H200. The other tiles' times are counted: their products take their share of the time of 256 tokens,
-# and a second part some more.
-_BLOCK_TIMES = {128: 0.68, 144: 0.78, 160: 0.86, 192: 1.02, 256: 1.33}
+# Tokens of a tile, and the time of one of its blocks in microseconds: fitted, like the following constants, on an H200,
+# for 256 to 384 tokens. That of 256 tokens is nearer to what thousands of tokens take.
+_BLOCK_TIMES = {128: 0.81, 144: 0.95, 160: 0.99, 192: 1.01, 256: 1.25}
 # Time for the start and the end of a tile, in blocks.
 _ENDS = 3
 # Time of the kernel that adds splits in microseconds, and bytes of partial sums per microsecond.

@@ -266,7 +266,7 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
         layer_heads=(HeadShape(8, 4, 16), HeadShape(16, 2, 8)),
         vocab_size=vocab_size,
         experts=ExpertsConfig(4, 2, 32, dense_layers=(0,)),
-        recurrences=Recurrences((RowState("a", (8, 3), "float32"),)),
+        recurrences=Recurrences((RowState("a", (8, 3, 2), "float32", num_groups=4),)),
         transformers=TransformersModel("5", json.dumps(CONFIG_JSON)),
     )
     share = local_share(whole, num_ranks)
@@ -281,7 +281,9 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
         "vocab_size": vocab_share,
         "intermediate_size": 96 // num_ranks,
         "experts": ExpertsConfig(4, 2, 32 // num_ranks, dense_layers=(0,)),
-        "recurrences": Recurrences((RowState("a", (8 // num_ranks, 3), "float32"),)),
+        "recurrences": Recurrences(
+            (RowState("a", (8 // num_ranks, 3, 2), "float32", num_groups=max(1, 4 // num_ranks)),)
+        ),
     }
     for field in fields(whole):
         if field.name != "transformers":
@@ -298,7 +300,7 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
         "intermediate_size": 96 // num_ranks,
         "moe_intermediate_size": 48 // num_ranks,
         "shared_expert_intermediate_size": 64 // num_ranks,
-        "linear_num_key_heads": 4 // num_ranks,
+        "linear_num_key_heads": max(1, 4 // num_ranks),
         "linear_num_value_heads": 8 // num_ranks,
         "pad_token_id": None,
         "hidden_size": 64,
@@ -311,7 +313,8 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
 def test_a_share_has_nothing_that_the_whole_has_not() -> None:
     share = local_share(MODEL, 2)
     assert (share.layer_heads, share.recurrences, share.transformers) == (None, None, None)
-    foreign = replace(MODEL, transformers=TransformersModel("5", json.dumps({"num_key_value_heads": None})))
+    config = json.dumps({"num_key_value_heads": None})
+    foreign = replace(MODEL, num_kv_heads=MODEL.num_heads, transformers=TransformersModel("5", config))
     found = local_share(foreign, 2).transformers
     assert found is not None
     assert json.loads(found.config)["num_key_value_heads"] is None
