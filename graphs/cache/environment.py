@@ -43,6 +43,7 @@ SOURCE_PACKAGES = (
     "passes.linear",
     "passes.rope",
     "passes.experts",
+    "passes.invariance",
     "passes.parallel",
     "passes.quantised",
     "passes.recurrence",

@@ -127,6 +127,7 @@ def config_of(tensor: int, stage_layers: tuple[int, ...], device: str = "cpu", *
         device=torch.device(device),
         model=replace(model, dtype=torch.bfloat16),
         scheduler=scheduler,
+        batch_invariant=False,
     )
 
 
