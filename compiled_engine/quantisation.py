@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -239,7 +240,21 @@ class Quantisation:
         return next(iter(schemes)) or self.why_not(modules[0])
 
     def _ignoring(self, module: str) -> str | None:
-        return next((target for target in self.ignore if matches(target, module)), None)
+        if module in self._ignored_names:
+            return module
+        return next((target for target, ignores in self._other_ignored if ignores(module)), None)
+
+    @cached_property
+    def _ignored_names(self) -> frozenset[str]:
+        return frozenset(filter(_is_exact, self.ignore))
+
+    @cached_property
+    def _other_ignored(self) -> Sequence[tuple[str, Callable[[str], object]]]:
+        """The targets to ignore that are no names, each with a function that returns whether it matches a name.
+
+        Expressions are compiled once: a checkpoint may have hundreds of them, and as many thousands of modules.
+        """
+        return [(target, _matching(target)) for target in self.ignore if not _is_exact(target)]
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
@@ -252,9 +267,14 @@ def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
 
 def matches(target: str, module: str) -> bool:
     """Return whether a target (see Rule) matches a linear's name."""
+    return bool(_matching(target)(module))
+
+
+def _matching(target: str) -> Callable[[str], object]:
+    """Return a function that returns whether a target matches a linear's name."""
     if _is_expression(target):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return _is_class(target) or target == module
+        return re.compile(target.removeprefix("re:")).match
+    return lambda module: _is_class(target) or target == module
 
 
 def _is_expression(target: str) -> bool:

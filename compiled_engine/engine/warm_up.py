@@ -164,6 +164,8 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
         several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
     most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
+    if config.model.latent_dim and 1 < most_rows == max_tokens:  # only prompts are expanded, which takes memory
+        prompts = [BatchShape(max_tokens, num_requests, longest), *prompts]
     return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *several, *short, *of_any_length]
 
 

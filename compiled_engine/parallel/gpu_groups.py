@@ -117,6 +117,8 @@ class SymmetricMemoryGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
+        if x.dim() > 2:  # rows may be divided, and the batch of eager code is one
+            return self.all_reduce(x.flatten(0, -2)).view(x.shape)
         num_rows = max(1, self._workspace.nbytes // max(1, x[0].nbytes)) if x.shape[0] else 1
         if x.shape[0] > num_rows:
             return torch.cat([self.all_reduce(part) for part in x.split(num_rows)])

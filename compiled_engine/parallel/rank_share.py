@@ -22,7 +22,8 @@ _RECURRENT_HEADS = {
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _KIMI),
     "nemotron_h": ("mamba_num_heads", "n_groups"),
 }
-_DELTA_NET = ("linear_num_value_heads", "linear_num_key_heads")
+KEY_HEADS = "linear_num_key_heads"
+_DELTA_NET = ("linear_num_value_heads", KEY_HEADS)
 # Model types whose field `mamba_expand` states the channels of a state space model, as a multiple of hidden_size.
 _EXPANDED = ("bamba", "granitemoehybrid")
 
@@ -72,7 +73,8 @@ def local_share(model: ModelConfig, num_ranks: int, *, whole_vocabulary: bool = 
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
         return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
-    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.latent_dim))
+    of_latents = model.latent_dim, model.key_dim, model.value_dim
+    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, *of_latents))
     foreign, recurrences = model.transformers, model.recurrences
     if foreign is not None:
         values = _divided_config(json.loads(foreign.config), num_ranks, usual, vocab_size)
@@ -99,16 +101,27 @@ def _divided_config(values: dict[str, Any], num_ranks: int, heads: HeadShape, vo
     changed: dict[str, Any] = {"num_attention_heads": heads.num_heads, "vocab_size": vocab_size}
     if values.get("qk_rope_head_dim") is not None:  # latent attention: each query head has keys of its own
         changed["num_key_value_heads"] = heads.num_heads
+        if heads.value_dim:
+            changed["v_head_dim"] = heads.value_dim  # MiniCPM3's code would divide hidden_size by the number of heads
     elif values.get("num_key_value_heads") is not None or heads.num_kv_heads != heads.num_heads:
         changed["num_key_value_heads"] = heads.num_kv_heads
     if values.get("qk_rope_head_dim") is None and values.get("head_dim") is None:
         changed["head_dim"] = heads.head_dim  # the code would divide hidden_size by the number of heads
     if isinstance(others := values.get("num_global_key_value_heads"), int):  # of Gemma 4's layers without a window
         changed["num_global_key_value_heads"] = max(1, others // num_ranks)
+    if isinstance(layers := values.get("per_layer_config"), dict):  # the same fields, as transformers writes them
+        changed["per_layer_config"] = {index: _divided_layer(own, num_ranks) for index, own in layers.items()}
     if isinstance(tokens := values.get("vocab_size_per_layer_input"), int) and tokens % num_ranks == 0:
         changed["vocab_size_per_layer_input"] = tokens // num_ranks
     changed |= {name: width // num_ranks for name, width in _widths_in(values).items()}
     changed["pad_token_id"] = None  # it may not be among a rank's tokens, and nothing is padded
+    return values | changed
+
+
+def _divided_layer(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    changed = {name: width // num_ranks for name, width in _widths_in(values).items()}
+    if isinstance(num_kv_heads := values.get("num_key_value_heads"), int):
+        changed["num_key_value_heads"] = max(1, num_kv_heads // num_ranks)
     return values | changed
 
 

@@ -19,7 +19,7 @@ from compiled_engine.schema import require_defaults
 GIB = 1 << 30
 NAMES = ("kv_offloading_size", "kv_offloading_folder", "kv_offloading_folder_size")
 # Subfolder of the user's folder. The number changes when the files' format or meaning changes.
-SUBFOLDER = "compiled_engine_blocks_1"
+SUBFOLDER = "compiled_engine_blocks_2"
 # Fields of a model that are not part of the digest: where it comes from (its files are part of the digest), and limits.
 _OF_ORIGIN = ("model.path", "model.hub_name", "model.revision", "model.merged_adapter")
 _OF_LIMITS = ("model.max_model_len", "model.recurrences.num_rows", "model.recurrences.num_snapshots")

@@ -10,7 +10,7 @@ import torch
 from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.rank_share import expansion, local_share, recurrent_heads, widths
+from compiled_engine.parallel.rank_share import KEY_HEADS, expansion, local_share, recurrent_heads, widths
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
 from compiled_engine.schema import require_defaults
 
@@ -189,10 +189,12 @@ def _check_recurrences(model: ModelConfig, size: int) -> None:
     if found is None:
         return
     (heads, num_heads), (groups, num_groups) = found
-    if num_groups % size and num_groups != 1:
+    may_share_one = groups != KEY_HEADS
+    if num_groups % size and not (num_groups == 1 and may_share_one):
+        others = f", or any divisor of the {num_heads} {heads} with a single group" if may_share_one else ""
         raise ValueError(
             f"tensor_parallel_size is {size}, which does not divide the model's {num_groups} {groups}; "
-            f"allowed: a divisor of them, or any divisor of the {num_heads} {heads} with a single group"
+            f"allowed: a divisor of them{others}"
         )
     if expanded is not None and expanded % size:
         raise ValueError(

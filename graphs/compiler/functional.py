@@ -71,10 +71,10 @@ def _simplify_products(graph: fx.GraphModule) -> None:
 def _write_out_polar(graph: fx.GraphModule) -> None:
     """Replace torch.polar by view_as_complex of its parts, in place: torch 2.11 cannot trace it with symbolic sizes."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.polar):
-        length, angle = node.args
+        length, angle = (*node.args, *(node.kwargs[name] for name in ("abs", "angle") if name in node.kwargs))
         with graph.graph.inserting_before(node):
             parts = [graph.graph.call_function(function, (angle,)) for function in (torch.cos, torch.sin)]
-            if length.target is not torch.ones_like:
+            if length.target is not torch.ones_like or length.args[:1] != (angle,):
                 parts = [graph.graph.call_function(torch.mul, (length, part)) for part in parts]
             pair = graph.graph.call_function(torch.stack, (parts, -1))
         node.target, node.args, node.kwargs = torch.view_as_complex, (pair,), {}

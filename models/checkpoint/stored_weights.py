@@ -47,8 +47,7 @@ def find_stored_weights(
         for parameter in parameters:
             parts[parameter].append(name)
     renamed = [name for name in matrices & parts.keys() if parts[name] != [name]]
-    found = {name: rules.of_modules([_module(part) for part in parts[name]]) for name in renamed}
-    found |= {name: _of_experts(parts[name], dtypes, rules) for name in experts}
+    found = {name: _of_parts(parts[name], dtypes, rules) for name in (*renamed, *experts)}
     return tuple(
         StoredWeight(name, "", scheme) if isinstance(scheme, str) else StoredWeight(name, str(scheme), "")
         for name, scheme in sorted(found.items())
@@ -70,12 +69,13 @@ def _dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype | None
     return found
 
 
-def _of_experts(
+def _of_parts(
     parts: Sequence[str], dtypes: Mapping[str, torch.dtype | None], rules: Quantisation
 ) -> LinearScheme | str:
-    """Return the scheme of a parameter of experts, or why it is not quantised. parts: the tensors that it consists of.
+    """Return the scheme of a parameter, or why it is not quantised. parts: the tensors that it consists of.
 
-    The dtypes decide, since some checkpoints do not list the modules that stay in 16 bits.
+    The dtypes decide, since some checkpoints do not list the modules that stay in 16 bits, such as routers and the
+    head, or list them by the model's names.
     """
     plain = next((part for part in parts if dtypes[part] is not None), None)
     if plain is not None:

@@ -110,11 +110,18 @@ def test_dtypes_tell_what_rules_do_not_list(plain: dict[str, Path], tmp_path: Pa
         assert scheme_in(rules, f"model.layers.1.{part}").startswith("the checkpoint holds model.layers.1.block_sparse")
 
 
-def test_linears_have_the_names_of_the_checkpoint_too(plain: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("listed", [f"{SPARSE}.gate", "mlp.gate", "nothing"])
+def test_renamed_linears_are_quantised_if_the_checkpoint_has_codes_of_them(
+    listed: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whether rules list a router by its name in the checkpoint, in the model, or not at all."""
     routers = [f"model.layers.{layer}.{SPARSE}.gate" for layer in range(2)]
     write_quantised(plain["mixtral"], tmp_path, LAYOUTS["fp8, block"], ["lm_head", *routers])
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace(f"{SPARSE}.gate", listed))
     rules = rules_of(tmp_path)
-    assert scheme_in(rules, "model.layers.1.mlp.gate.weight").endswith("is to be ignored")
+    reason = f"the checkpoint holds model.layers.1.{SPARSE}.gate.weight in float32"
+    assert scheme_in(rules, "model.layers.1.mlp.gate.weight") == reason
     assert scheme_in(rules, "model.layers.1.self_attn.q_proj.weight") == "e4m3 128x128, inputs e4m3 1x128"
     assert [each.name for each in rules.stored if "self_attn" in each.name] == []
 
