@@ -71,7 +71,8 @@ def _simplify_products(graph: fx.GraphModule) -> None:
 def _write_out_polar(graph: fx.GraphModule) -> None:
     """Replace torch.polar by view_as_complex of its parts, in place: torch 2.11 cannot trace it with symbolic sizes."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.polar):
-        length, angle = (*node.args, *(node.kwargs[name] for name in ("abs", "angle") if name in node.kwargs))
+        given: dict[str, Any] = dict(zip(("abs", "angle"), node.args, strict=False)) | node.kwargs
+        length, angle = given["abs"], given["angle"]
         with graph.graph.inserting_before(node):
             parts = [graph.graph.call_function(function, (angle,)) for function in (torch.cos, torch.sin)]
             if length.target is not torch.ones_like or length.args[:1] != (angle,):

@@ -310,6 +310,28 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
     assert local_model(config) == share
 
 
+@pytest.mark.parametrize(
+    ("given", "model", "name", "divided"),
+    [
+        (
+            {"per_layer_config": {"1": {"head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 8}}},
+            {},
+            "per_layer_config",
+            {"1": {"head_dim": 64, "num_key_value_heads": 1, "intermediate_size": 4}},
+        ),
+        ({"qk_rope_head_dim": 8}, {"latent_dim": 32, "key_dim": 24, "value_dim": 16}, "v_head_dim", 16),
+    ],
+)
+def test_a_share_states_what_transformers_would_derive(
+    given: dict[str, Any], model: dict[str, int], name: str, divided: Any
+) -> None:
+    """Sizes of layers that transformers states for each, and of values that it derives from the number of heads."""
+    whole = replace(MODEL, transformers=TransformersModel("5", json.dumps(given)), **model)
+    found = local_share(whole, 2).transformers
+    assert found is not None
+    assert json.loads(found.config)[name] == divided
+
+
 def test_a_share_has_nothing_that_the_whole_has_not() -> None:
     share = local_share(MODEL, 2)
     assert (share.layer_heads, share.recurrences, share.transformers) == (None, None, None)

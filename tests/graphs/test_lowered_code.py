@@ -59,7 +59,7 @@ def product_by_sign(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def turned(length: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(torch.polar(length, angle) * torch.polar(torch.ones_like(angle), angle))
+    return torch.view_as_real(torch.polar(length, angle) * torch.polar(abs=torch.ones_like(angle), angle=angle))
 
 
 @pytest.mark.parametrize(
