@@ -23,7 +23,10 @@ SMALLEST_MAXIMUM = 2.0**-24
 MOST_UNIT = 32
 # Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
-# Values that are searched at once: on a GPU, to save memory; on a CPU, to stay in its cache, as each is read often.
+# Values of a tile, one row, that a kernel searches on a GPU, at most; a power of two.
+MOST_SEARCHED = 1024
+# Values that are searched at once otherwise: on a GPU, to save memory; on a CPU, to stay in its cache, as each is read
+# often.
 _SEARCHED_ON_CPU, _SEARCHED_ON_GPU = 1 << 17, 1 << 22
 _REORDERED_ROWS = 4096
 
@@ -31,7 +34,12 @@ _REORDERED_ROWS = 4096
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scale with which to quantise each tile of the values, fp32 [R, C]. `rounding` has the tiles' size."""
     tiles_RrCc = _tiles(values_NK, rounding)
-    if rounding.format.zero is not None:
+    if (zero := rounding.format.zero) is not None:
+        if rounding.rows == 1 and _has_kernel(tiles_RrCc):
+            from compiled_engine.kernels.scale_search import searched_scales  # Triton is not installed everywhere
+
+            found_G = searched_scales(tiles_RrCc.flatten(0, 2), _factors(rounding), SMALLEST_MAXIMUM, zero)
+            return found_G.unflatten(0, (len(tiles_RrCc), -1))
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
         rows = max(1, at_once // tiles_RrCc[0].numel())
         return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(rows)])
@@ -48,6 +56,15 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
+def _has_kernel(tiles_RrCc: torch.Tensor) -> bool:
+    size = tiles_RrCc.shape[-1]
+    return tiles_RrCc.device.type == "cuda" and size & (size - 1) == 0 and size <= MOST_SEARCHED
+
+
+def _factors(rounding: Rounding) -> tuple[float, ...]:
+    return tuple(size / rounding.largest for size in SEARCHED)
+
+
 def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return for each tile the scale with the smallest squared error, [R, C], of those that SEARCHED gives.
 
@@ -57,9 +74,9 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST_MAXIMUM)
     best_RC = least_RC = torch.empty(0)
     values = torch.empty_like(tiles)
-    for size in SEARCHED:
+    for factor in _factors(rounding):
         # Stored scales are rounded before codes are computed.
-        scales = (largest * (size / rounding.largest)).bfloat16().float()
+        scales = (largest * factor).bfloat16().float()
         _round(torch.div(tiles, scales, out=values), rounding)
         # In fp64 the order of the sum does not decide between two scales.
         error_RC = values.mul_(scales).sub_(tiles).square_().sum((1, 3), dtype=torch.float64)
