@@ -18,7 +18,9 @@ _TO_INTEGER = 1.5 * 2.0**23
 def _to_bfloat16(x):  # type: ignore[no-untyped-def]
     """Round positive float32 numbers to bfloat16, halves to even. Triton's interpreter would cut them off."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
+    is_number = x <= float("inf")  # the bits of a NaN could overflow
+    return tl.where(is_number, rounded, x)
 
 
 @triton.jit

@@ -236,7 +236,7 @@ def gate_up_words_kernel(
         [E, 2 * WIDTH], factors of the rows' products, or None; bias_ptr: [E, 2 * WIDTH] or None.
     hidden_ptr: float32 [pairs, 8, WIDTH / 8], the results times INPUTS, in the order of place_of with UNIT.
     chosen_ptr: int32 [pairs], the experts. out_ptr: not accessed; results are rounded to its dtype.
-    ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see one_token_gate_up_kernel.
+    ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see by_token_gate_up_kernel.
     """
     if DEPENDENT_LAUNCH:
         gdc_wait()

@@ -16,23 +16,24 @@ import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.passes.experts import experts_e2m1, invariant_experts
+from compiled_engine.passes.experts.experts_by_token import (
+    by_token_down_kernel,
+    by_token_gate_up_kernel,
+    by_token_route_kernel,
+)
 from compiled_engine.passes.experts.experts_decoded import decoded_weight
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_grouped import combine_kernel, grouped_kernel
-from compiled_engine.passes.experts.experts_one_token import (
-    one_token_down_kernel,
-    one_token_gate_up_kernel,
-    one_token_route_kernel,
-)
 from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
 from compiled_engine.passes.experts.experts_tiles import (
     MOST_VECTOR_TOKENS,
     GroupedTiles,
+    by_token_tiles,
+    computed_by_token,
     decoded_tiles,
     decodes_first,
     grouped_tiles,
     invariant_tiles,
-    one_token_tiles,
     packed_tiles,
     words_tiles,
 )
@@ -270,42 +271,48 @@ def launch(
     norm = norm_weight_D, eps, norm_offset, norm_wide
     if invariant:
         return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
-    if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
-        return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
+    if not gate_up.is_packed and not down.is_packed and computed_by_token(x_TD.shape[0], top_k, num_experts):
+        return _by_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if x_TD.shape[0] <= MOST_VECTOR_TOKENS and weights.are_e2m1:
         codes = gate_up.as_e2m1(), down.as_e2m1()
         return experts_e2m1.launch(x_TD, logits_TE, *codes, weights.route, weights.gate, norm, residual_TD, chosen_TX)
     return _grouped(x_TD, logits_TE, weights, norm, residual_TD, chosen_TX)
 
 
-def _one_token(
-    x_1D: torch.Tensor,
-    logits_1E: torch.Tensor,
+def _by_token(
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
     weights: _Weights,
     norm: tuple[torch.Tensor | None, float, float],
-    residual_1D: torch.Tensor | None,
-    chosen_X: torch.Tensor | None,
+    residual_TD: torch.Tensor | None,
+    chosen_TX: torch.Tensor | None,
 ) -> torch.Tensor:
-    hidden_size, width, top_k = x_1D.shape[1], weights.down.num_columns, weights.route["TOP_K"]
+    num_tokens, hidden_size = x_TD.shape
+    width, top_k = weights.down.num_columns, weights.route["TOP_K"]
     norm_weight_D, eps, norm_offset = norm
-    options = dependent_launch(x_1D.device)
-    hidden_XI = x_1D.new_empty((top_k, width))
-    weights_X = logits_1E
-    if chosen_X is None:
-        chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
-        weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
-        one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
-    tiles = one_token_tiles(hidden_size, gate_up=True)
-    one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
-        x_1D,
+    options = dependent_launch(x_TD.device)
+    hidden_SI = x_TD.new_empty((num_tokens * top_k, width))
+    if chosen_TX is None:
+        chosen_TX = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x_TD.device)
+        weights_TX = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x_TD.device)
+        by_token_route_kernel[(num_tokens,)](
+            logits_TE, chosen_TX, weights_TX, logits_TE.stride(0), num_warps=1, **weights.route, **options
+        )
+    else:
+        weights_TX = logits_TE.contiguous()
+    tiles = by_token_tiles(hidden_size, gate_up=True)
+    by_token_gate_up_kernel[(cdiv(width, tiles.rows), num_tokens * top_k)](
+        x_TD,
         weights.gate_up.values,
         weights.gate_up.scales_ERC,
         weights.gate_up.zeros_ERC,
         weights.gate_up.bias_EN,
         norm_weight_D,
-        hidden_XI,
-        chosen_X,
+        hidden_SI,
+        chosen_TX,
         eps,
+        x_TD.stride(0),
+        TOP_K=top_k,
         K=hidden_size,
         WIDTH=width,
         NORM=norm_weight_D is not None,
@@ -317,18 +324,18 @@ def _one_token(
         **weights.gate,
         **options,
     )
-    out_1D = torch.empty_like(x_1D, memory_format=torch.contiguous_format)
-    tiles = one_token_tiles(width, gate_up=False)
-    one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
-        hidden_XI,
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    tiles = by_token_tiles(width, gate_up=False)
+    by_token_down_kernel[(cdiv(hidden_size, tiles.rows), num_tokens)](
+        hidden_SI,
         weights.down.values,
         weights.down.scales_ERC,
         weights.down.zeros_ERC,
         weights.down.bias_EN,
-        chosen_X,
-        weights_X,
-        residual_1D,
-        out_1D,
+        chosen_TX,
+        weights_TX,
+        residual_TD,
+        out_TD,
         HIDDEN_SIZE=hidden_size,
         WIDTH=width,
         TOP_K=top_k,
@@ -338,7 +345,7 @@ def _one_token(
         **weights.down.tiles,
         **options,
     )
-    return out_1D
+    return out_TD
 
 
 def _grouped(

@@ -14,10 +14,13 @@ FEW_TOKENS, SOME_TOKENS = 64, 1024
 # The most tokens whose experts in MXFP4 are computed without tensor cores, each token by itself. More tokens share so
 # many experts that decoding them once is faster.
 MOST_VECTOR_TOKENS = 3
+# The most tokens whose experts of 8 or 16 bits are read for each token by itself, and how many times as much is read as
+# if each expert were read once, at most.
+MOST_BY_TOKEN, MOST_READS = 8, 1.25
 # Steps of more tokens decode weights in MXFP4 before the product, if experts have LEAST_TO_DECODE tokens on average.
 MOST_DECODED_IN_TILES, LEAST_TO_DECODE = 2048, 256
 # Token counts after which tiles change.
-TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS, MOST_DECODED_IN_TILES)
+TOKEN_COUNTS = (1, MOST_VECTOR_TOKENS, MOST_BY_TOKEN, 32, FEW_TOKENS, 128, 256, 512, SOME_TOKENS, MOST_DECODED_IN_TILES)
 
 
 @dataclass(frozen=True)
@@ -131,17 +134,30 @@ def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTil
     return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=4, num_stages=3)
 
 
+def computed_by_token(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Return whether experts of 8 or 16 bits are computed for each token by itself: if few tokens share an expert.
+
+    The number of different experts is that of tokens which choose at random.
+    """
+    if num_tokens > MOST_BY_TOKEN:
+        return False
+    different = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
+    return num_tokens == 1 or num_tokens * top_k <= MOST_READS * different
+
+
 @dataclass(frozen=True)
-class OneTokenTiles:
-    """The outputs of a program of a one-token kernel, the columns that it multiplies at a time, and its warps."""
+class ByTokenTiles:
+    """The outputs of a program of a kernel by token, the columns that it multiplies at a time, and its warps."""
 
     rows: int
     block_k: int
     num_warps: int
 
 
-def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Return tiles for a single token and a weight of k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
+def by_token_tiles(k: int, gate_up: bool) -> ByTokenTiles:
+    """Return tiles for tokens by themselves and a weight of k columns.
+
+    For a single token they are the best on an NVIDIA H200, for k from 768 to 2,880.
 
     gate_up: whether the tiles are for the experts' first linear; otherwise they are for the second.
     """
@@ -151,4 +167,4 @@ def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
         rows, block_k, num_warps = 4, 1024, 8
     else:  # smaller blocks leave less of the last one empty
         rows, block_k, num_warps = 8, 256, 8
-    return OneTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)
+    return ByTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)

@@ -11,7 +11,7 @@ from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
 
-from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
+from compiled_engine.passes.experts import experts_by_token, experts_grouped, experts_op, experts_routing
 from compiled_engine.passes.experts.experts_tiles import GroupedTiles, grouped_tiles, packed_tiles, words_tiles
 
 INTERPRETED = """
@@ -171,22 +171,22 @@ def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int
     program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles, codes)
     assert program.metadata.shared <= 227 << 10
     assert "wgmma" in program.asm["ptx"]
-    one = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 1024}
-    compiled(experts_one_token.one_token_gate_up_kernel, one, 8, tiles, codes)
+    one = GATE | {"TOP_K": 8, "K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 1024}
+    compiled(experts_by_token.by_token_gate_up_kernel, one, 8, tiles, codes)
     one = {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 2, "BLOCK_K": 512}
-    compiled(experts_one_token.one_token_down_kernel, one, 2, tiles, codes)
+    compiled(experts_by_token.by_token_down_kernel, one, 2, tiles, codes)
 
 
 def test_the_other_kernels_compiled_for_hopper() -> None:
-    shape = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 2048}
+    shape = GATE | {"TOP_K": 8, "K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 2048}
     for kernel, constants, num_warps in (
         (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": True, "given_ptr": None}, 1),
         (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": False}, 1),
         (experts_routing.place_kernel, {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOKENS": 16, "PLACED": 128}, 4),
-        (experts_one_token.one_token_route_kernel, ROUTE | {"RENORMALISE": True}, 1),
-        (experts_one_token.one_token_gate_up_kernel, shape, 8),
+        (experts_by_token.by_token_route_kernel, ROUTE | {"RENORMALISE": True}, 1),
+        (experts_by_token.by_token_gate_up_kernel, shape, 8),
         (
-            experts_one_token.one_token_down_kernel,
+            experts_by_token.by_token_down_kernel,
             {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 4, "BLOCK_K": 1024},
             4,
         ),
@@ -198,6 +198,8 @@ def test_the_other_kernels_compiled_for_hopper() -> None:
 ON_A_GPU = (
     *CASES,
     Case(8, 128, 8, 2048, 768, norm=True, residual=True),
+    Case(4, 256, 8, 2048, 512, norm=True, residual=True),
+    Case(256, 256, 8, 2048, 512, norm=True),
     Case(700, 128, 8, 512, 256),
     Case(3000, 16, 4),
     Case(1, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),

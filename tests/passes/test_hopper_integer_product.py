@@ -144,5 +144,6 @@ def test_the_kernel_computes_the_reference(
             8 if scheme == SYMMETRIC else 0,
             tiles_with(tokens, splits, case.silu_mul),
         ).float()
-    assert (found - expected).norm() <= 4e-3 * expected.norm()
+    # Gate, up and the result are rounded, each by up to 2^-9 in bfloat16.
+    assert (found - expected).norm() <= (6e-3 if case.silu_mul else 4e-3) * expected.norm()
     assert torch.isfinite(found).all()

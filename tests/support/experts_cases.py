@@ -47,6 +47,8 @@ CASES = (
     Case(1, 8, 3, renormalise=False, norm=True, residual=True, given=True),
     Case(1, 5, 2, hidden_size=72, width=40, renormalise=False, gpt_oss=True, given=True),
     Case(6, 8, 3, renormalise=False, residual=True, given=True),
+    Case(3, 9, 1, renormalise=False, norm=True, residual=True, given=True),
+    Case(2, 9, 2, hidden_size=72, width=40, norm=True, residual=True),
     Case(70, 6, 2, renormalise=False, norm=True, given=True),
 )
 ALPHA, LIMIT = 1.702, 1.5

@@ -1,4 +1,9 @@
-"""Triton kernels for the experts of a single token: routing, then two matrix-vector products at memory bandwidth."""
+"""Triton kernels for the experts of few tokens: routing, then two matrix-vector products at memory bandwidth.
+
+Each token's experts are read for this token alone. That is the fastest as long as few tokens choose the same expert:
+nothing is sorted, and the first product begins as soon as experts are chosen. A pair is a token and one of its experts,
+see experts_routing.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +20,39 @@ from compiled_engine.passes.linear.small_batch_linear_tiles import _ask_into_l2 
 
 
 @quick_launches
-@triton.jit
-def one_token_route_kernel(
+@triton.jit(do_not_specialize=["logits_stride"])
+def by_token_route_kernel(
     logits_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    logits_stride: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Choose the experts of a single token and their weights; one program, fastest with one warp.
+    """Choose the experts of each token and their weights. Program: (token), fastest with one warp.
 
-    logits_ptr: [NUM_EXPERTS], of the router. Writes chosen_ptr: int32 [TOP_K], and weights_ptr: float32 [TOP_K].
+    logits_ptr: [T, NUM_EXPERTS], of the router, rows logits_stride apart. Writes chosen_ptr: int32 [S], and
+        weights_ptr: float32 [S], by pair.
     BLOCK_E: NUM_EXPERTS rounded up to a power of two. RENORMALISE: see chosen_experts.
     """
     BLOCK_X: tl.constexpr = triton.next_power_of_2(TOP_K)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
+    token = tl.program_id(0)
+    logits_ptr += token.to(tl.int64) * logits_stride
     expert_X, weight_X = chosen_experts(logits_ptr, NUM_EXPERTS, BLOCK_E, TOP_K, BLOCK_X, RENORMALISE)
     x_X = tl.arange(0, BLOCK_X)
-    tl.store(chosen_ptr + x_X, expert_X, mask=x_X < TOP_K)
-    tl.store(weights_ptr + x_X, weight_X, mask=x_X < TOP_K)
+    tl.store(chosen_ptr + token * TOP_K + x_X, expert_X, mask=x_X < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + x_X, weight_X, mask=x_X < TOP_K)
 
 
 @quick_launches
 @triton.jit(do_not_specialize=["eps"])
-def one_token_gate_up_kernel(
+def by_token_gate_up_kernel(
     x_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -53,6 +62,8 @@ def one_token_gate_up_kernel(
     hidden_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     eps: tl.tensor,
+    x_stride: tl.tensor,
+    TOP_K: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
@@ -67,13 +78,11 @@ def one_token_gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute the first linear of a single token's experts and the gate.
+    """Compute the first linear of each token's experts and the gate. Program (rows, pair) computes ROWS outputs.
 
-    Program (rows, slot) computes ROWS outputs of one expert. slot: index of the expert among the token's TOP_K.
-
-    x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH] or None; chosen_ptr: [TOP_K],
-        the experts.
-    hidden_ptr: [TOP_K, WIDTH], the results.
+    x_ptr: [T, K], rows x_stride apart; norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH]
+        or None; chosen_ptr: [S], the experts.
+    hidden_ptr: [S, WIDTH], the results.
     scales_ptr, zeros_ptr, TILE_ROWS, TILE_COLUMNS: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     NORM: apply an RMS norm to x first, with OFFSET added to the norm's weight.
     ACTIVATION, ALPHA, LIMIT: see Gate. INTERLEAVED: rows of gate and up alternate; otherwise all of gate come first.
@@ -82,8 +91,9 @@ def one_token_gate_up_kernel(
         gdc_wait()
         # Not earlier: the next kernel reads the chosen experts before it waits for this one.
         gdc_launch_dependents()
-    slot = tl.program_id(1)
-    expert = tl.load(chosen_ptr + slot).to(tl.int64)
+    pair = tl.program_id(1)
+    x_ptr += (pair // TOP_K).to(tl.int64) * x_stride
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
     # Each output's rows of gate and up are adjacent, or WIDTH apart.
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     APART: tl.constexpr = 1 if INTERLEAVED else WIDTH
@@ -130,12 +140,12 @@ def one_token_gate_up_kernel(
     gate_N = gate_N.to(dtype).to(tl.float32)
     up_N = up_N.to(dtype).to(tl.float32)
     hidden_N = gate_of_experts(gate_N, up_N, ACTIVATION, ALPHA, LIMIT, dtype)
-    tl.store(hidden_ptr + slot * WIDTH + row_N, hidden_N.to(dtype), mask=mask_N)
+    tl.store(hidden_ptr + pair * WIDTH + row_N, hidden_N.to(dtype), mask=mask_N)
 
 
 @quick_launches
 @triton.jit
-def one_token_down_kernel(
+def by_token_down_kernel(
     hidden_ptr: tl.tensor,
     down_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -154,14 +164,16 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute the second linear of a single token's experts: a program computes ROWS outputs, summed over the experts.
+    """Compute the second linear of each token's experts, and their sum. Program (rows, token) computes ROWS outputs.
 
-    hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
-    chosen_ptr, weights_ptr: [TOP_K], the experts and their weights in the sum.
-    residual_ptr: [HIDDEN_SIZE], added to the sum, or None; out_ptr: [HIDDEN_SIZE].
+    hidden_ptr: [S, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
+    chosen_ptr, weights_ptr: [S], the experts and their weights in the sum.
+    residual_ptr: [T, HIDDEN_SIZE], added to the sum, or None; out_ptr: [T, HIDDEN_SIZE].
     scales_ptr, zeros_ptr, TILE_ROWS, TILE_COLUMNS: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     """
     SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
+    token = tl.program_id(1)
+    chosen_ptr += token * TOP_K
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         if WIDTH * SIZE % 16 == 0:
@@ -171,6 +183,8 @@ def one_token_down_kernel(
                 row = tl.load(chosen_ptr + slot).to(tl.int64) * HIDDEN_SIZE + first
                 ask_into_l2(down_ptr + row * WIDTH, num_bytes)
         gdc_wait()
+    weights_ptr += token * TOP_K
+    hidden_ptr += token * (TOP_K * WIDTH)
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask_N = row_N < HIDDEN_SIZE
     acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
@@ -193,5 +207,7 @@ def one_token_down_kernel(
     y_N = tl.sum(acc_NK, 1) + bias_N
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if residual_ptr is not None:
-        y_N = y_N.to(dtype).to(tl.float32) + tl.load(residual_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row_N, y_N.to(dtype), mask=mask_N)
+        y_N = y_N.to(dtype).to(tl.float32) + tl.load(
+            residual_ptr + token * HIDDEN_SIZE + row_N, mask=mask_N, other=0.0
+        ).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN_SIZE + row_N, y_N.to(dtype), mask=mask_N)
