@@ -30,7 +30,6 @@ from compiled_engine.passes.experts.experts_tiles import (
     GroupedTiles,
     by_token_tiles,
     computed_by_token,
-    decoded_tiles,
     decodes_first,
     grouped_tiles,
     invariant_tiles,
@@ -214,14 +213,16 @@ class _Weights:
             return invariant_tiles(num_tokens, dtype), False, False
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
+        device = self.down.values.device
+        large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         if self.are_e2m1 and decodes_first(num_tokens, share):
-            return decoded_tiles(num_tokens, dtype, self.down.values.device), False, True
+            return grouped_tiles(num_tokens, dtype, share, large=large), False, True
         if self.are_e2m1 and self.gate_up.has_words and self.down.has_words:
             return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:
             return packed_tiles(num_tokens, dtype, share, self.are_e2m1), False, False
         coded = self.gate_up.scales_ERC is not None
-        return grouped_tiles(num_tokens, dtype, *sizes, coded=coded), False, False
+        return grouped_tiles(num_tokens, dtype, share, *sizes, coded=coded, large=large), False, False
 
 
 def launch(

@@ -136,9 +136,9 @@ ROUTE: dict[str, Any] = {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_tokens", [8, 65, 8192])
+@pytest.mark.parametrize("num_tokens", [8, 65, 256, 512, 8192])
 def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> None:
-    tiles = grouped_tiles(num_tokens, torch.bfloat16)
+    tiles = grouped_tiles(num_tokens, torch.bfloat16, 1 / 16, large=True)
     constants = {"K": 2048, "NUM_ROWS": 1536} if gated else {"K": 768, "NUM_ROWS": 2048}
     constants |= GATE | {"TOP_K": 8, "GATED": gated, "TOKENS": tiles.tokens, "ROWS": tiles.rows}
     program = compiled(
@@ -165,7 +165,7 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     ],
 )
 def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int], codes: str) -> None:
-    grouped = grouped_tiles(num_tokens, torch.bfloat16, coded=True)
+    grouped = grouped_tiles(num_tokens, torch.bfloat16, 1 / 16, coded=True)
     constants = {"K": 2048, "NUM_ROWS": 1536, "TOP_K": 8, "GATED": True, "TOKENS": grouped.tokens, "ROWS": grouped.rows}
     constants |= GATE | {"BLOCK_K": grouped.block_k, "NUM_STAGES": grouped.num_stages}
     program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles, codes)
@@ -271,7 +271,11 @@ def test_tiles_are_within_what_a_multiprocessor_has() -> None:
     for num_tokens in (1, 2, 64, 65, 1024, 1025, 8192):
         tiles: GroupedTiles
         for tiles in (
-            *(grouped_tiles(num_tokens, torch.bfloat16, coded=coded) for coded in (False, True)),
+            *(
+                grouped_tiles(num_tokens, torch.bfloat16, share, coded=coded, large=True)
+                for share in (1 / 32, 1 / 4)
+                for coded in (False, True)
+            ),
             *(packed_tiles(num_tokens, torch.bfloat16, share, True) for share in (1 / 16, 1 / 8, 1)),
             *(words_tiles(num_tokens, torch.bfloat16, share) for share in (1 / 16, 1 / 8, 1)),
         ):
