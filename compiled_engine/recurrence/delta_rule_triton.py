@@ -23,7 +23,9 @@ from compiled_engine.recurrence.sequences import Sequences
 
 # Tokens per chunk, whose triangular system is solved by products of matrices of this size.
 CHUNK = 16
-TILE_V = 32
+# (elements of the value of a program, warps) for chunks and for single tokens. Tokens one by one wait for each other's
+# loads, so more and smaller programs are faster, above all with drafts.
+TILES_OF_CHUNKS, TILES_OF_TOKENS = (32, 4), (16, 1)
 
 
 @triton.jit
@@ -257,7 +259,8 @@ def apply_rule_triton(
     if by_element and CHUNK in chunks:
         products = element_products(q_TGk, k_TGk, g_TH, normalises, EPS)
     for chunk in chunks:
-        delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows // rows_of_each)](
+        tile_v, num_warps = TILES_OF_TOKENS if chunk == 1 else TILES_OF_CHUNKS
+        delta_rule_kernel[(cdiv(value_dim, tile_v), num_heads, num_rows // rows_of_each)](
             q_TGk,
             k_TGk,
             v_THv,
@@ -287,8 +290,8 @@ def apply_rule_triton(
             IN_TWO=len(chunks) > 1,
             CHUNK=chunk,
             TILE_K=max(16, next_power_of_2(key_dim)),
-            TILE_V=TILE_V,
+            TILE_V=tile_v,
             PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
-            num_warps=4,
+            num_warps=num_warps,
             enable_fp_fusion=not invariant,  # which product of a sum is fused may differ between the updates of drafts
         )

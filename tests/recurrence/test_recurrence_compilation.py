@@ -10,7 +10,7 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.recurrence import convolution_triton
 from compiled_engine.recurrence.decays_by_element_triton import element_products_kernel
-from compiled_engine.recurrence.delta_rule_triton import delta_rule_kernel
+from compiled_engine.recurrence.delta_rule_triton import TILES_OF_CHUNKS, TILES_OF_TOKENS, delta_rule_kernel
 from compiled_engine.recurrence.state_space_triton import state_space_kernel
 
 # Of LFM2-1.2B.
@@ -18,7 +18,7 @@ SHAPE: dict[str, Any] = {"D": 2048, "W": 3, "ACTIVATION": "", "DEPENDENT_LAUNCH"
 TILES = {"convolve_kernel": {"TILE_T": 16, "TILE_D": 64, "TILE_R": 64}}
 # Of Qwen3.5-27B.
 RULE: dict[str, Any] = {"H": 48, "GROUP": 3, "K": 128, "V": 128, "SCALE": 128**-0.5, "EPS": 1e-6, "NORMALISES": True}
-RULE |= {"TILE_K": 128, "TILE_V": 32, "PRECISION": "tf32"}
+RULE |= {"TILE_K": 128, "PRECISION": "tf32"}
 INTEGERS = dict.fromkeys(("rows_ptr", "query_start_loc_ptr", "seq_lens_ptr", "lengths_ptr"), "*i32")
 
 
@@ -42,12 +42,18 @@ def test_kernels_of_convolutions_compile_for_hopper(name: str, gated: bool, draf
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) -> None:
-    constants = RULE | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
+    tile_v, num_warps = TILES_OF_TOKENS if chunk == 1 else TILES_OF_CHUNKS
+    constants = RULE | {
+        "TILE_V": tile_v,
+        "CHUNK": chunk,
+        "SLOTS": 2 * drafts + 1 if drafts else 0,
+        "IN_TWO": drafts > 0,
+    }
     constants |= {"DECAYS": 1, "keys_ptr": None, "scores_ptr": None}
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")
-    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=num_warps)
     assert stack_bytes(program) == 0
 
 
@@ -57,12 +63,18 @@ ELEMENTS = RULE | {"H": 32, "GROUP": 1}
 
 @pytest.mark.parametrize(("chunk", "drafts", "stack"), [(1, 3, 0), (16, 0, 64)])
 def test_the_kernel_of_decays_by_element_compiles_for_hopper(chunk: int, drafts: int, stack: int) -> None:
-    constants = ELEMENTS | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
+    tile_v, num_warps = TILES_OF_TOKENS if chunk == 1 else TILES_OF_CHUNKS
+    constants = ELEMENTS | {
+        "TILE_V": tile_v,
+        "CHUNK": chunk,
+        "SLOTS": 2 * drafts + 1 if drafts else 0,
+        "IN_TWO": drafts > 0,
+    }
     constants |= {"DECAYS": 128} | ({"keys_ptr": None, "scores_ptr": None} if chunk == 1 else {})
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr", "g_ptr", "keys_ptr", "scores_ptr"), "*fp32")
-    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=num_warps)
     assert stack_bytes(program) <= stack
 
 
