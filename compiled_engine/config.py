@@ -294,10 +294,8 @@ class ModelConfig:
             return []
         heads = map(self.heads_of, range(self.num_layers))
         dtype = dtype or self.dtype
-        return [
-            (num_blocks, halves_of(layer.latent_dim), block_size, layer.num_kv_heads, head_width(dtype, layer.head_dim))
-            for layer in heads
-        ]
+        sizes = ((each, head_width(dtype, each.head_dim, each.latent_dim)) for each in heads)
+        return [(num_blocks, halves_of(each.latent_dim), block_size, each.num_kv_heads, width) for each, width in sizes]
 
     @property
     def yields_tokens(self) -> bool:

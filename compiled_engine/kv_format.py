@@ -4,6 +4,10 @@ A block has two halves, for keys and for values. Without scales a half is [P, K,
 elements of a head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each
 token, [P, K]. In both cases the cache is a contiguous tensor [N, 2, P, K, w] of N blocks, where w counts the elements
 of a token's head, its scale included. Quantised values of 8 bits are called codes.
+
+With latent attention a block has one half, of rows instead of heads: [P, 1, w], a latent of r elements and a rotated
+part of p elements for each token. In 8 bits it holds the codes of all latents, [P, r], then the rotated parts as they
+are, [P, p] in bfloat16, then a scale for each latent, [P].
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ INT8 = "int8"
 FP8 = "fp8_e4m3"
 # Scales of int8: bfloat16 has fp32's exponent range, so no key or value is too small or too large for its scale.
 SCALE_DTYPE = torch.bfloat16
+# Rotated parts beside 8-bit latents. They keep 16 bits, because one of them is a part of the scores of all heads.
+ROTATED_DTYPE = torch.bfloat16
 # An int8 code is stored as a byte with this offset, which makes it the low byte of an exact half-precision number.
 INT8_BIAS = 128
 INT8_LARGEST = 127
@@ -51,18 +57,18 @@ def is_coded(dtype: torch.dtype) -> bool:
 
 
 def has_scales(dtype: torch.dtype) -> bool:
-    """Return whether a cache of this dtype holds a scale for each head of each token."""
+    """Return whether a cache of keys and values of this dtype holds a scale for each head of each token."""
     return _SCALE_WIDTHS.get(dtype, 0) > 0
 
 
-def head_width(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the number of elements that one head of a token takes in a cache of this dtype, its scale included."""
+def head_width(dtype: torch.dtype, head_dim: int, latent_dim: int = 0) -> int:
+    """Return the number of elements that one head of a token takes in a cache of this dtype, its scale included.
+
+    latent_dim: elements of the latent in a row of head_dim elements; 0 without latent attention.
+    """
+    if latent_dim and is_coded(dtype):
+        return latent_dim + (head_dim - latent_dim) * ROTATED_DTYPE.itemsize + SCALE_DTYPE.itemsize
     return head_dim + _SCALE_WIDTHS.get(dtype, 0)
-
-
-def holds_latents(cache: torch.Tensor) -> bool:
-    """Return whether a cache belongs to latent attention: [N, 1, P, 1, w], each row a key and, in part, a value."""
-    return cache.shape[1] == 1
 
 
 def halves_of(latent_dim: int) -> int:
@@ -73,6 +79,12 @@ def halves_of(latent_dim: int) -> int:
     return 1 if latent_dim else 2
 
 
-def head_dim_of(cache: torch.Tensor) -> int:
-    """Return the number of elements of a head in a cache [N, 2, P, K, w], without its scale."""
-    return cache.shape[-1] - _SCALE_WIDTHS.get(cache.dtype, 0)
+def head_dim_of(cache: torch.Tensor, latent_dim: int = 0) -> int:
+    """Return the number of elements of a head in a cache [N, 2, P, K, w], without its scale.
+
+    latent_dim: see head_width; the result is then the number of elements of a row of latent attention.
+    """
+    width = cache.shape[-1]
+    if latent_dim and is_coded(cache.dtype):
+        return latent_dim + (width - latent_dim - SCALE_DTYPE.itemsize) // ROTATED_DTYPE.itemsize
+    return width - _SCALE_WIDTHS.get(cache.dtype, 0)

@@ -62,10 +62,19 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Store each token's K (index 0 of the cache's dim 1) and V (index 1) at its slot; slot -1 stores nothing.
 
-        For an 8-bit cache, K and V are quantised, see kv_codes.encode. kv_scales_2K: see Scoring. A cache of latent
-        rows, [N, 1, P, 1, w], stores K alone.
+        For an 8-bit cache, K and V are quantised, see kv_codes.encode. kv_scales_2K: see Scoring.
         """
         ...
+
+    def write_latents(
+        self, row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor, latent_dim: int
+    ) -> None:
+        """Store each token's row at its slot; slot -1 stores nothing. The first latent_dim elements are the latent.
+
+        For an 8-bit cache, rows are quantised, see latent_codes.CodedRows. Raises Refused in backends whose `accept`
+        refuses cases with latent rows.
+        """
+        raise Refused(f"attention backend is {self.name}; allowed with latent rows: others")
 
     def attend(
         self,

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kv_format import AUTO, CODED, cache_dtype
+from compiled_engine.kv_format import AUTO, CODED, cache_dtype, is_coded
 
 
 class Refused(ValueError):
@@ -98,8 +98,7 @@ class AttentionCase:
         require(not self.num_biases, "num_biases", self.num_biases, "0 with a paged cache")
         if self.cache is None:
             raise Refused("cache is None; allowed: a paged cache")
-        dtypes = (self.dtype, *(elements.dtype for elements in CODED))
-        require(self.cache.dtype in dtypes, "kv_cache_dtype", self.cache.dtype, names_of(dtypes))
+        self._require_dtype(self.cache)
         return self.cache
 
     def require_latent(self) -> KVFormat:
@@ -107,7 +106,8 @@ class AttentionCase:
 
         All heads' keys and values are products of a latent row with a weight (multi-head latent attention).
 
-        Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries.
+        Attention must be causal, without a window, a soft cap and sinks, and the cache must have the dtype of queries
+        or 8 bits.
         """
         require(self.num_kv_heads == 1, "num_kv_heads", self.num_kv_heads, "1 with latent rows")
         require(self.causal, "causal", self.causal, "True")
@@ -116,8 +116,14 @@ class AttentionCase:
         require(not self.sinks, "sinks", self.sinks, "False with latent rows")
         if self.cache is None:
             raise Refused("cache is None; allowed: a paged cache")
-        require(self.cache.dtype == self.dtype, "kv_cache_dtype", self.cache.dtype, f"{self.dtype} with latent rows")
+        self._require_dtype(self.cache)
+        if is_coded(self.cache.dtype):
+            require(self.latent_dim % 2 == 0, "latent_dim", self.latent_dim, "even numbers with an 8-bit KV cache")
         return self.cache
+
+    def _require_dtype(self, cache: KVFormat) -> None:
+        dtypes = (self.dtype, *(elements.dtype for elements in CODED))
+        require(cache.dtype in dtypes, "kv_cache_dtype", cache.dtype, names_of(dtypes))
 
 
 def cases_of(

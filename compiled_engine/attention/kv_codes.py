@@ -54,12 +54,24 @@ def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor |
     """
     values_TKd = values_TKd.float()
     if has_scales(dtype):
-        scales_TK = (values_TKd.abs().amax(-1) / INT8_LARGEST).clamp(min=LEAST_SCALE).to(SCALE_DTYPE)
-        codes_TKd = (values_TKd / scales_TK.float().unsqueeze(-1) + (INT8_BIAS + 0.5)).floor()
-        return codes_TKd.clamp(INT8_BIAS - INT8_LARGEST, INT8_BIAS + INT8_LARGEST).to(torch.uint8), scales_TK
-    if scale_K is not None:
-        values_TKd = values_TKd / scale_K.unsqueeze(-1)
-    return (values_TKd.clamp(-FP8_LARGEST, FP8_LARGEST).to(dtype).view(torch.uint8),)
+        scales_TK = scales_for(values_TKd, INT8_LARGEST)
+        return codes_of(values_TKd, scales_TK.float(), dtype), scales_TK
+    return (codes_of(values_TKd, scale_K, dtype),)
+
+
+def scales_for(values: torch.Tensor, largest_code: float) -> torch.Tensor:
+    """Return the scales [...] with which the largest magnitude of fp32 values [..., d] gets the largest code."""
+    return (values.abs().amax(-1) / largest_code).clamp(min=LEAST_SCALE).to(SCALE_DTYPE)
+
+
+def codes_of(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the codes, as bytes, of fp32 values [..., d] for a cache of this dtype. scales: fp32 [...]; None: 1."""
+    if scales is not None:
+        values = values / scales.unsqueeze(-1)
+    if dtype == torch.uint8:
+        codes = (values + (INT8_BIAS + 0.5)).floor()
+        return codes.clamp(INT8_BIAS - INT8_LARGEST, INT8_BIAS + INT8_LARGEST).to(dtype)
+    return values.clamp(-FP8_LARGEST, FP8_LARGEST).to(dtype).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

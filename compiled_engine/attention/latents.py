@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from compiled_engine.kv_format import head_dim_of
+
 # Keys and values are expanded for as many heads at a time as this memory holds, on each rank.
 MOST_EXPANDED_BYTES = 512 << 20
 
@@ -38,6 +40,11 @@ class LatentHeads(NamedTuple):
         latent = weight_Cr.shape[1]
         own = key_dim - (width - latent)
         return cls(num_heads, own, width - latent, latent, weight_Cr.shape[0] // num_heads - own)
+
+    @classmethod
+    def of_cache(cls, q_THd: torch.Tensor, weight_Cr: torch.Tensor, cache_N1P1w: torch.Tensor) -> LatentHeads:
+        """Return the sizes of queries and of the weight that expands the rows of a cache."""
+        return cls.of(q_THd, weight_Cr, head_dim_of(cache_N1P1w, weight_Cr.shape[1]))
 
     @property
     def key(self) -> int:

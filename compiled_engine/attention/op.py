@@ -108,7 +108,7 @@ def write_and_attend_latents(
     """Store this step's latent rows, then write to `out_THd` the attention over the cache; see `latent_attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     backend = get_backend(inputs.backend)
-    backend.write_kv(row_T1w, row_T1w, kv_cache_N2PKd, inputs.slot_mapping_T, None)
+    backend.write_latents(row_T1w, kv_cache_N2PKd, inputs.slot_mapping_T, weight_Cr.shape[1])
     backend.attend_latents(q_THd, weight_Cr, kv_cache_N2PKd, out_THd, inputs, scale)
 
 
@@ -229,7 +229,8 @@ def latent_attention(
 
     q_THd: queries, whose last w - r elements belong to the rotated part of keys. row_T1w: a latent of r elements, then
     the rotated part. weight_Cr: [H * (d - (w - r) + v), r], maps a latent to each head's key, without the rotated part,
-    and to its value; see latents.py. All have the same dtype. The inputs must not have keys_ahead_T.
+    and to its value; see latents.py. All have the same dtype, and the cache too unless it has 8 bits. The inputs must
+    not have keys_ahead_T.
     """
     out_THv = _like_values(q_THd, row_T1w, weight_Cr)
     arguments = q_THd, row_T1w, kv_cache_N1P1w, out_THv, weight_Cr, scale

@@ -102,8 +102,8 @@ def load_scales(
     if WIDTH != HEAD_DIM:
         offsets_N = scale_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         v_offsets_N = offsets_N + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
-        k_scale_N = wide_scale(tl.load(head_scales_ptr + offsets_N, mask=stored_N, other=ONE_SCALE))
-        v_scale_N = wide_scale(tl.load(head_scales_ptr + v_offsets_N, mask=stored_N, other=ONE_SCALE))
+        k_scale_N = bfloat16_values(tl.load(head_scales_ptr + offsets_N, mask=stored_N, other=ONE_SCALE))
+        v_scale_N = bfloat16_values(tl.load(head_scales_ptr + v_offsets_N, mask=stored_N, other=ONE_SCALE))
     else:
         ones_N = tl.where(stored_N, 1.0, 1.0)
         k_scale_N = ones_N * tl.load(head_scales_ptr)
@@ -140,16 +140,28 @@ def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def int8_scale(largest: tl.tensor) -> tl.tensor:
-    """Return the scale of int8 heads whose largest magnitudes are `largest`, as bits of bfloat16 in an int16."""
-    bits = tl.maximum(tl.div_rn(largest, INT8_LARGEST), LEAST_SCALE).to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+def bfloat16_bits(x: tl.tensor) -> tl.tensor:
+    """Return finite numbers rounded to bfloat16, ties to even, as bits in int16."""
+    if x.dtype == tl.bfloat16:
+        return x.to(tl.int16, bitcast=True)
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
-def wide_scale(bits: tl.tensor) -> tl.tensor:
-    """Return the fp32 values of positive bfloat16 numbers that are given as bits in int16."""
+def bfloat16_values(bits: tl.tensor) -> tl.tensor:
+    """Return the fp32 values of bfloat16 numbers that are given as bits in int16."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stored_scale(largest: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return the scales with which values up to `largest` are rounded to codes of this type, as bits of bfloat16."""
+    if dtype == tl.uint8:
+        return bfloat16_bits(tl.maximum(tl.div_rn(largest, INT8_LARGEST), LEAST_SCALE))
+    else:
+        return bfloat16_bits(tl.maximum(tl.div_rn(largest, FP8_LARGEST), LEAST_SCALE))
 
 
 @triton.jit
@@ -207,9 +219,9 @@ def rounded_heads(
     """
     x_HD = x_HD.to(tl.float32)
     if dtype == tl.uint8:
-        scale_H = int8_scale(tl.max(tl.abs(x_HD), 1))
+        scale_H = stored_scale(tl.max(tl.abs(x_HD), 1), dtype)
         tl.store(scale_ptr + head_H, scale_H, mask=mask_H)
-        return codes_of(x_HD, wide_scale(scale_H)[:, None], dtype)
+        return codes_of(x_HD, bfloat16_values(scale_H)[:, None], dtype)
     else:
         return codes_of(x_HD, tl.load(scale_ptr + head_H, mask=mask_H, other=1.0)[:, None], dtype)
 
@@ -219,9 +231,9 @@ def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> t
     """Return (codes [D] of one head, their scale), and store the scale if the cache is int8. See rounded_heads."""
     x_D = x_D.to(tl.float32)
     if dtype == tl.uint8:
-        stored = int8_scale(tl.max(tl.abs(x_D), 0))
+        stored = stored_scale(tl.max(tl.abs(x_D), 0), dtype)
         tl.store(scale_ptr, stored)
-        scale = wide_scale(stored)
+        scale = bfloat16_values(stored)
         return codes_of(x_D, scale, dtype), scale
     else:
         scale = tl.load(scale_ptr)

@@ -289,7 +289,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
             biases_HW = q_THd.new_zeros(case.num_heads, case.num_biases) if case.num_biases else None
             backend.attend_packed(q_THd, k_TKd, k_TKd, torch.empty_like(q_THd), inputs, scoring, biases_HW)
             continue
-        width = head_width(config.cache_dtype, case.head_dim)
+        width = head_width(config.cache_dtype, case.head_dim, case.latent_dim)
         kv_shape = 1, halves_of(case.latent_dim), block_size, case.num_kv_heads, width
         kv_cache = torch.zeros(kv_shape, dtype=config.cache_dtype, device=config.device)
         if case.latent_dim:
@@ -301,9 +301,9 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 def _latent_attention(case: AttentionCase, cache_N1P1w: torch.Tensor, inputs: AttentionInputs, scale: float) -> None:
     """Call the attention of a layer with latent rows on newly allocated tensors."""
     value_dim = case.value_dim or 0
-    q_THd = cache_N1P1w.new_zeros(inputs.sizes[0], case.num_heads, case.key_dim)
+    q_THd = cache_N1P1w.new_zeros(inputs.sizes[0], case.num_heads, case.key_dim, dtype=case.dtype)
     elements = case.num_heads * (case.key_dim - (case.head_dim - case.latent_dim) + value_dim)
-    weight_Cr = cache_N1P1w.new_zeros(elements, case.latent_dim)
+    weight_Cr = q_THd.new_zeros(elements, case.latent_dim)
     out_THv = q_THd.new_empty(*q_THd.shape[:2], value_dim)
     get_backend(inputs.backend).attend_latents(q_THd, weight_Cr, cache_N1P1w, out_THv, inputs, scale)
 

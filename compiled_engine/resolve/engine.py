@@ -224,7 +224,8 @@ def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reason
     kv_dtype = BY_OPTION[options.kv_cache_dtype]
     if kv_dtype == AUTO:
         reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
-    if kv_dtype == FP8 and not compiled:
+    with_attention = filter(lambda heads: heads.num_heads, map(model.heads_of, range(model.num_layers)))
+    if kv_dtype == FP8 and not compiled and not all(heads.latent_dim for heads in with_attention):
         reason = "the mode is eager, which reads no scales of keys and values"
         require_defaults(options, reason, "kv_cache_dtype", allowed="int8, or another mode")
     if model.linear_biases and kv_dtype != AUTO:

@@ -12,8 +12,11 @@ from torch import fx
 
 from compiled_engine.attention.inputs import ANGLE_LENGTHS, TOKEN_TYPES, padding_of, step_of
 from compiled_engine.attention.kv_codes import encode, planes
-from compiled_engine.kv_format import is_coded
+from compiled_engine.attention.latent_codes import CodedRows
+from compiled_engine.attention.op import LATENT_ATTENTION, LATENT_ATTENTION_VALUE
+from compiled_engine.kv_format import head_dim_of, is_coded
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
+from compiled_engine.passes.framework.matching import named
 from compiled_engine.passes.framework.parameter import (
     CODES,
     COLUMNS,
@@ -28,6 +31,12 @@ from compiled_engine.passes.framework.parameter import (
 )
 
 MOST_CONTEXT = 24
+
+
+def _latent_dim(cache: fx.Node) -> int:
+    """Return the number of elements of a latent in the rows of a cache; 0 without latent attention to it."""
+    calls = [user for user in cache.users if user.target in (LATENT_ATTENTION, LATENT_ATTENTION_VALUE)]
+    return int(named(calls[0])["weight_Cr"].meta["val"].shape[1]) if calls else 0
 
 
 class RandomInputs:
@@ -53,7 +62,8 @@ class RandomInputs:
         self._fill_batch(num_tokens, int(block_size))
         num_blocks = int(self._arguments["attention_inputs.block_table_RB"].max()) + 2
         for name, fake in caches.items():
-            self._arguments[name] = self._cache((num_blocks, *fake.shape[1:]), fake.dtype)
+            latent_dim = _latent_dim(placeholders[name])
+            self._arguments[name] = self._cache((num_blocks, *fake.shape[1:]), fake.dtype, latent_dim)
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
         self._arguments |= padding_of((*asked, TOKEN_TYPES), sizes, device)
@@ -119,18 +129,24 @@ class RandomInputs:
         sizes = tuple(int(size) for size in shape)
         return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
 
-    def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a KV cache of this shape with normally distributed keys and values.
+    def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype, latent_dim: int) -> torch.Tensor:
+        """Return a KV cache of this shape with normally distributed keys and values, or rows of latent attention.
 
         If the dtype is that of 8-bit codes, the cache holds the codes that the KV write kernels would store.
         """
         if not is_coded(dtype):
             return self._normal(shape, dtype)
         cache = torch.zeros(tuple(int(size) for size in shape), dtype=dtype, device=self._device)
-        codes, *_ = of_cache = planes(cache)
-        values_TKd = self._normal(codes.flatten(0, 1).shape, torch.float32)
-        for plane, values in zip(of_cache, encode(values_TKd, dtype, None), strict=True):
-            plane.copy_(values.unflatten(0, codes.shape[:2]))
+        of_cache: tuple[torch.Tensor, ...]
+        if latent_dim:
+            of_cache = CodedRows.planes(cache, latent_dim)
+            rows = self._normal((*of_cache[0].shape[:2], head_dim_of(cache, latent_dim)), torch.float32)
+            new: tuple[torch.Tensor, ...] = CodedRows.of(rows, dtype, latent_dim)
+        else:
+            of_cache = planes(cache)
+            new = encode(self._normal(of_cache[0].flatten(0, 1).shape, torch.float32), dtype, None)
+        for plane, values in zip(of_cache, new, strict=True):
+            plane.copy_(values.view_as(plane))
         return cache
 
     def _integers(self, high: int, count: int) -> torch.Tensor:

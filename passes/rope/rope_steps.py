@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_engine.attention.triton_codes import codes_of, int8_scale, wide_scale
+from compiled_engine.attention.triton_codes import bfloat16_values, codes_of, stored_scale
 from compiled_engine.attention.triton_rotation import rounded, weighted
 
 
@@ -82,9 +82,10 @@ def rounded_pairs(
     other_HP = tl.where(mask_HP, other_HP.to(tl.float32), 0.0)
     scale_H1 = None
     if dtype == tl.uint8:
-        stored_H1 = int8_scale(tl.max(tl.maximum(tl.abs(one_HP), tl.abs(other_HP)), 1, keep_dims=True))
+        largest_H1 = tl.max(tl.maximum(tl.abs(one_HP), tl.abs(other_HP)), 1, keep_dims=True)
+        stored_H1 = stored_scale(largest_H1, dtype)
         tl.store(scale_ptr + head_H1, stored_H1, mask=mask_H1)
-        scale_H1 = wide_scale(stored_H1)
+        scale_H1 = bfloat16_values(stored_H1)
     elif scale_ptr is not None:
         scale_H1 = tl.load(scale_ptr + head_H1, mask=mask_H1, other=1.0)
     return codes_of(one_HP, scale_H1, dtype), codes_of(other_HP, scale_H1, dtype)  # type: ignore[arg-type]

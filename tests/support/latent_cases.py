@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
 from compiled_engine.attention.inputs import attention_inputs_of, step_of
+from compiled_engine.attention.latent_codes import CodedRows
+from compiled_engine.kv_format import AUTO, CODED, cache_dtype, head_width
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BLOCK_SIZE = 16
@@ -35,10 +37,11 @@ class LatentCase:
     value_dim: int = 12
     captured: bool = False  # the host does not know which requests are decodes, as in a captured graph
     most_bytes: int = 0  # memory for expanded keys and values; 0: that of the backend
+    storage: str = AUTO  # of rows, see kv_format
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         """Return the facts of the case by which a backend decides whether it supports it."""
-        cache = KVFormat(dtype, BLOCK_SIZE)
+        cache = KVFormat(cache_dtype(self.storage, dtype), BLOCK_SIZE)
         sizes = {"value_dim": self.value_dim, "latent_dim": self.latent_dim, "key_dim": self.own + self.rotated}
         return AttentionCase(device_type, dtype, self.num_heads, 1, self.latent_dim + self.rotated, cache, **sizes)
 
@@ -61,6 +64,11 @@ CASES = (
     LatentCase("DeepSeek-V3", ((90, 1), (3, 2)), 16, latent_dim=512, rotated=64, own=128, value_dim=128),
     LatentCase("MiniCPM3", ((90, 1), (3, 2)), 8, latent_dim=256, rotated=32, own=64, value_dim=64),
 )
+CODED_CASES = tuple(
+    replace(case, name=f"{elements.name}: {case.name}", storage=elements.name) for elements in CODED for case in CASES
+)
+# Alternately in each format, for Triton's interpreter, which is slow.
+SOME_CODED_CASES = tuple(CODED_CASES[place + place % 2 * len(CASES)] for place in range(len(CASES)))
 
 
 def expected_of(q_THd: torch.Tensor, weight_Cr: torch.Tensor, row_Lw: torch.Tensor, scale: float) -> torch.Tensor:
@@ -75,6 +83,23 @@ def expected_of(q_THd: torch.Tensor, weight_Cr: torch.Tensor, row_Lw: torch.Tens
     hidden_TL = (torch.arange(length) > positions_T1).to(q_HTd.device)
     weights_HTL = (q_HTd @ keys_HLd.transpose(1, 2) * scale).masked_fill(hidden_TL, -math.inf).softmax(-1)
     return (weights_HTL @ values_HLv).transpose(0, 1)
+
+
+def random_case(generator: torch.Generator, storage: str) -> LatentCase:
+    """Return a case of random requests and sizes: decodes, then chunks and prompts."""
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    decodes = [(draw(0, 300), 1) for _ in range(draw(0, 6))]
+    others = [(draw(0, 2) * draw(1, 100), draw(2, 150)) for _ in range(draw(0 if decodes else 1, 4))]
+    heads, latent, rotated, own, value = draw(1, 20), 8 * draw(1, 12), 8 * draw(1, 4), 8 * draw(1, 4), 4 * draw(1, 6)
+    spans = (*decodes, *others)
+    return LatentCase(
+        f"{storage}: {spans}, {heads} heads of {latent} + {rotated}, {own}, {value}",
+        *(spans, heads, latent, rotated, draw(0, 3), own, value, bool(draw(0, 2))),
+        storage=storage,
+    )
 
 
 def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype) -> str | None:
@@ -99,12 +124,11 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
         step["attention_inputs.host_3"][0] = 0
     inputs = attention_inputs_of(step, backend_name)
     assert inputs.seq_lens_R.numel() == num_rows
-    cache = torch.full((len(lens) * blocks_each + 1, 1, BLOCK_SIZE, 1, width), math.nan, dtype=dtype, device=device)
-    contexts = [random(sum(span), width) for span in case.spans]
-    for row_Lw, table, (before, _) in zip(contexts, tables, case.spans, strict=False):
-        held = cache[torch.tensor(table), 0, :, 0].flatten(0, 1)
-        held[:before] = row_Lw[:before]
-        cache[torch.tensor(table), 0, :, 0] = held.unflatten(0, (-1, BLOCK_SIZE))
+    # Rotated parts, which are not normalised, are larger than latents.
+    sizes_w = torch.tensor([1.0] * case.latent_dim + [3.0] * case.rotated).to(device, dtype)
+    contexts = [random(sum(span), width) * sizes_w for span in case.spans]
+    cache = _cache_with(case, contexts, tables, dtype, new=False)
+    expected_cache = _cache_with(case, contexts, tables, dtype, new=True)
     q_THd = random(total, case.num_heads, case.own + case.rotated)
     weight_Cr = random(case.num_heads * (case.own + case.value_dim), case.latent_dim) * case.latent_dim**-0.5
     new_T1w = torch.cat([*(x[before:] for x, (before, _) in zip(contexts, case.spans, strict=True))])[:, None]
@@ -112,7 +136,9 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
     out_THv = torch.full((total, case.num_heads, case.value_dim), math.nan, dtype=dtype, device=device)
     backend = get_backend(backend_name)
     backend.accept(case.asked(torch.device(device).type, dtype))
-    backend.write_kv(new_T1w, new_T1w, cache, inputs.slot_mapping_T)
+    backend.write_latents(new_T1w, cache, inputs.slot_mapping_T, case.latent_dim)
+    if not torch.equal(cache.view(torch.uint8), expected_cache.view(torch.uint8)):
+        return "the cache does not have the rows of all tokens, and nothing else"
     scale = (case.own + case.rotated) ** -0.5
     if case.most_bytes and backend_name == "triton":
         from compiled_engine.attention.backends.latent_step import attend_latents
@@ -120,8 +146,9 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
         attend_latents(q_THd, weight_Cr, cache, out_THv, inputs, scale, case.most_bytes)
     else:
         backend.attend_latents(q_THd, weight_Cr, cache, out_THv, inputs, scale)
-    if not bool(cache[0].isnan().all()):
-        return "padding is written to the cache"
+    if case.storage != AUTO:
+        coded = (CodedRows.of(row_Lw, cache.dtype, case.latent_dim) for row_Lw in contexts)
+        contexts = [rows.decoded(cache.dtype, torch.float64) for rows in coded]
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
     for row_Lw, (start, end) in zip(contexts, pairwise(starts), strict=True):
         expected = expected_of(q_THd[start:end], weight_Cr, row_Lw, scale)
@@ -133,10 +160,40 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
     return None
 
 
+def _cache_with(
+    case: LatentCase, contexts: list[torch.Tensor], tables: list[list[int]], dtype: torch.dtype, *, new: bool
+) -> torch.Tensor:
+    """Return a cache with the rows of earlier tokens, and with `new` of all tokens; bytes of other slots are 255.
+
+    As numbers of a float type they are NaN. Block 0 belongs to no request.
+    """
+    stored, num_blocks = cache_dtype(case.storage, dtype), 1 + sum(map(len, tables[: len(contexts)]))
+    width = head_width(stored, case.latent_dim + case.rotated, case.latent_dim)
+    size = num_blocks * BLOCK_SIZE * width * stored.itemsize
+    cache = torch.full((size,), 255, dtype=torch.uint8, device=contexts[0].device)
+    cache = cache.view(stored).view(num_blocks, 1, BLOCK_SIZE, 1, width)
+    for row_Lw, table, (before, _) in zip(contexts, tables, case.spans, strict=False):
+        count = len(row_Lw) if new else before
+        places = torch.tensor(table).to(cache.device).repeat_interleave(BLOCK_SIZE)[:count]
+        places = places, torch.arange(count, device=cache.device) % BLOCK_SIZE
+        if case.storage == AUTO:
+            cache[places[0], 0, places[1], 0] = row_Lw[:count]
+            continue
+        rows = CodedRows.of(row_Lw[:count], stored, case.latent_dim)
+        for plane, values in zip(CodedRows.planes(cache, case.latent_dim), rows, strict=True):
+            plane[places] = values
+    return cache
+
+
 def main(backend_name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    drawn = tuple(random_case(generator, elements.name) for elements in CODED for _ in range(3))
     found = {
         f"{case.name} {dtype}": wrong
-        for dtype, cases in ((torch.float32, CASES), (torch.float16, CASES[3::5]))
+        for dtype, cases in (
+            (torch.float32, (*CASES, *SOME_CODED_CASES, *drawn)),
+            (torch.float16, (*CASES[3::5], *CODED_CASES[3::5])),
+        )
         for case in cases
         if (wrong := mistake(backend_name, case, "cpu", dtype))
     }

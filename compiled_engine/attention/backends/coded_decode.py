@@ -42,14 +42,14 @@ from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import (
     ONE_SCALE,
+    bfloat16_values,
     codes_of,
-    int8_scale,
     key_offset,
     numbers,
     scale_offset,
     scale_pointers,
     scales_of,
-    wide_scale,
+    stored_scale,
 )
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
@@ -220,9 +220,9 @@ def _stored_scale(x_1D, scale_ptr, writes):  # type: ignore[no-untyped-def]
 
     x_1D: the head, fp32.
     """
-    stored = int8_scale(gl.max(gl.max(gl.abs(x_1D), 1), 0))
+    stored = stored_scale(gl.max(gl.max(gl.abs(x_1D), 1), 0), gl.uint8)
     gl.store(scale_ptr, stored, mask=writes)
-    return wide_scale(stored)
+    return bfloat16_values(stored)
 
 
 @quick_launches
@@ -486,8 +486,8 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             hidden_N = hidden_N | (n_N < first_key - start)
         if scaled:
-            k_scale_N = wide_scale(k_bits_N) * product_scale
-            v_scale_N = wide_scale(v_bits_N)
+            k_scale_N = bfloat16_values(k_bits_N) * product_scale
+            v_scale_N = bfloat16_values(v_bits_N)
             k_bits_N, v_bits_N = _load_scales(
                 head_scales_ptr,
                 scale_block_N,

@@ -21,11 +21,11 @@ from compiled_engine.attention.backends.triton_tile import TILES_OF_KEYS, first_
 from compiled_engine.attention.backends.work_list import SEARCH_WIDTH
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import (
+    bfloat16_values,
     key_offset,
     numbers,
     scale_offset,
     scales_of,
-    wide_scale,
 )
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
@@ -126,7 +126,7 @@ def decode_contexts_kernel(
                 if WIDTH != HEAD_DIM:
                     scale_ptr = scales_ptr + scale_offset(old_block, 0, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
                     scale_H = tl.load(scale_ptr + half * (HALF * WIDTH // 2) + head_H, mask=head_H < HALF, other=0)
-                    scale_H = wide_scale(scale_H)
+                    scale_H = bfloat16_values(scale_H)
                 else:
                     scale_H = tl.load(scales_ptr + half * NUM_KV_HEADS + head_H % NUM_KV_HEADS)
                 values_HD = numbers(codes_HD, tl.float32) * scale_H[:, None]

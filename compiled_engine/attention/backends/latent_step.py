@@ -138,7 +138,7 @@ def attend_latents(
     """
     assert inputs.keys_ahead_T is None
     num_tokens, num_requests, num_decodes, _, max_seq_len = inputs.sizes
-    heads = LatentHeads.of(q_THd, weight_Cr, cache_N1P1w.shape[-1])
+    heads = LatentHeads.of_cache(q_THd, weight_Cr, cache_N1P1w)
     requests = Requests.of(inputs, num_tokens, max_seq_len)
     num_prompts = num_requests - num_decodes
     workspace, tiles = None, None

@@ -17,7 +17,7 @@ from compiled_engine.attention.backends.torch_latents import attend_latents, wri
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.kv_codes import decoded, encode, planes, scale_of
-from compiled_engine.kv_format import head_dim_of, holds_latents, is_coded
+from compiled_engine.kv_format import head_dim_of, is_coded
 
 # Keys gathered at a time for a group of decodes: on a CPU they should fit into its cache, on a GPU launches should be
 # few.
@@ -53,12 +53,14 @@ class TorchBackend(AttentionBackend):
         slot_mapping_T: torch.Tensor,
         kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        if holds_latents(kv_cache_N2PKd):
-            write_latents(k_TKd, kv_cache_N2PKd, slot_mapping_T)
-            return
         on_cpu = slot_mapping_T.device.type == "cpu"
         write = write_kv_waiting if on_cpu else write_kv_without_waiting
         write(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
+
+    def write_latents(
+        self, row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor, latent_dim: int
+    ) -> None:
+        write_latents(row_T1w, cache_N1P1w, slot_mapping_T, latent_dim)
 
     def attend(
         self,

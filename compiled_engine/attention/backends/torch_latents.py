@@ -1,6 +1,6 @@
 """Latent attention in plain torch, the reference for the kernels. attention/latents.py describes its two ways.
 
-A row of the cache has w elements, of which the first r are the latent.
+A row has w elements, of which the first r are the latent; a cache of 8 bits holds it as latent_codes.py quantises it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.latent_codes import CodedRows
 from compiled_engine.attention.latents import (
     MOST_EXPANDED_BYTES,
     LatentHeads,
@@ -19,15 +20,25 @@ from compiled_engine.attention.latents import (
     value_weights,
     write_values,
 )
+from compiled_engine.kv_format import is_coded
 
 # Queries times heads whose scores are computed at a time.
 ROWS_PER_CHUNK = 1024
 
 
-def write_latents(row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
+def write_latents(
+    row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor, latent_dim: int
+) -> None:
     """Store each token's row at its slot; slot -1 stores nothing. On a GPU the host waits for the slots."""
     real_T = slot_mapping_T >= 0
-    cache_N1P1w.view(-1, cache_N1P1w.shape[-1]).index_copy_(0, slot_mapping_T[real_T], row_T1w[real_T].squeeze(1))
+    row_Tw, slot_T = row_T1w[real_T].squeeze(1), slot_mapping_T[real_T]
+    if not is_coded(cache_N1P1w.dtype):
+        cache_N1P1w.view(-1, cache_N1P1w.shape[-1]).index_copy_(0, slot_T, row_Tw)
+        return
+    block_size = cache_N1P1w.shape[2]
+    new = CodedRows.of(row_Tw, cache_N1P1w.dtype, latent_dim)
+    for plane, values in zip(CodedRows.planes(cache_N1P1w, latent_dim), new, strict=True):
+        plane[slot_T // block_size, slot_T % block_size] = values
 
 
 def attend_latents(
@@ -43,23 +54,30 @@ def attend_latents(
     Queries of a request with seq_len 0 (padding) get zeros. The inputs must not have keys_ahead_T.
     """
     assert inputs.keys_ahead_T is None
-    heads = LatentHeads.of(q_THd, weight_Cr, cache_N1P1w.shape[-1])
+    heads = LatentHeads.of_cache(q_THd, weight_Cr, cache_N1P1w)
     starts = inputs.query_start_loc_R1.tolist()
     for request, seq_len in enumerate(inputs.seq_lens_R.tolist()):
         tokens = slice(starts[request], starts[request + 1])
         if not seq_len:
             out_THv[tokens] = 0
         elif tokens.stop > tokens.start:
-            row_Lw = _rows(cache_N1P1w, inputs.block_table_RB[request], seq_len)
+            row_Lw = _rows(cache_N1P1w, inputs.block_table_RB[request], seq_len, heads.latent, q_THd.dtype)
             is_expanded = expands(tokens.stop - tokens.start, seq_len, heads.crossover)
             attend = _attend_expanded if is_expanded else _attend_absorbed
             attend(q_THd[tokens], weight_Cr, row_Lw, out_THv[tokens], heads, scale)
 
 
-def _rows(cache_N1P1w: torch.Tensor, block_table_B: torch.Tensor, seq_len: int) -> torch.Tensor:
+def _rows(
+    cache_N1P1w: torch.Tensor, block_table_B: torch.Tensor, seq_len: int, latent_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows [seq_len, w] of a request, in `dtype` if the cache has 8 bits."""
     block_size, width = cache_N1P1w.shape[2], cache_N1P1w.shape[4]
     blocks_B = block_table_B[: -(-seq_len // block_size)].long()
-    return cache_N1P1w.index_select(0, blocks_B).view(-1, width)[:seq_len]
+    if not is_coded(cache_N1P1w.dtype):
+        return cache_N1P1w.index_select(0, blocks_B).view(-1, width)[:seq_len]
+    planes = CodedRows.planes(cache_N1P1w, latent_dim)
+    row_L = CodedRows(*(plane.index_select(0, blocks_B).flatten(0, 1)[:seq_len] for plane in planes))
+    return row_L.decoded(cache_N1P1w.dtype, dtype)
 
 
 def _attend_absorbed(

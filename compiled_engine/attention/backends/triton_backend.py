@@ -31,7 +31,8 @@ from compiled_engine.attention.backends.latent_step import attend_latents
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
-from compiled_engine.attention.backends.triton_latents import require_sizes, write_latents
+from compiled_engine.attention.backends.triton_latent_rows import write_latents
+from compiled_engine.attention.backends.triton_latents import require_sizes
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import (
@@ -49,7 +50,7 @@ from compiled_engine.attention.case import AttentionCase, GraphSupport, KVFormat
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.kv_codes import kernels_convert
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
-from compiled_engine.kv_format import holds_latents, is_coded
+from compiled_engine.kv_format import is_coded
 
 # Shared memory of a thread block in bytes that the largest tiles need; on Hopper, which has more, they use more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -136,13 +137,15 @@ class TritonBackend:
         slot_mapping_T: torch.Tensor,
         kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        if holds_latents(kv_cache_N2PKd):
-            require_dense(kv_cache_N2PKd, row_T1w=k_TKd)
-            write_latents(k_TKd, kv_cache_N2PKd, slot_mapping_T)
-            return
         require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
         early = dependent_launch(k_TKd.device)["DEPENDENT_LAUNCH"]
         write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, early)
+
+    def write_latents(
+        self, row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor, latent_dim: int
+    ) -> None:
+        require_dense(cache_N1P1w, row_T1w=row_T1w)
+        write_latents(row_T1w, cache_N1P1w, slot_mapping_T, latent_dim)
 
     def attend(
         self,

@@ -17,6 +17,13 @@ import triton
 import triton.language as tl
 
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
+from compiled_engine.attention.backends.triton_latent_rows import (
+    LatentCache,
+    latent_scale_ptrs,
+    rotated_numbers,
+    row_ptrs,
+    words_of,
+)
 from compiled_engine.attention.backends.triton_latents import SMALLEST_TILE, Requests, request_of
 from compiled_engine.attention.backends.triton_tile import (
     LOG2_E,
@@ -37,6 +44,7 @@ from compiled_engine.attention.backends.triton_tile import (
 )
 from compiled_engine.attention.backends.work_list import SEARCH_WIDTH
 from compiled_engine.attention.latents import LatentHeads
+from compiled_engine.attention.triton_codes import bfloat16_values, numbers
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -177,6 +185,7 @@ def place_kernel(
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
 def expand_rows_kernel(
     cache_ptr: tl.tensor,
+    words_ptr: tl.tensor | None,
     weight_ptr: tl.tensor,
     expanded_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
@@ -200,7 +209,7 @@ def expand_rows_kernel(
 ) -> None:
     """Expand latents. Program (tile, part of a head's elements) writes keys and values of TILE_L rows.
 
-    Rows after the end of a context are zeros. cache_ptr: [N, 1, P, 1, LATENT + ROTATED]. weight_ptr: [H, OWN + VALUE,
+    Rows after the end of a context are zeros. cache_ptr, words_ptr: see LatentCache. weight_ptr: [H, OWN + VALUE,
     LATENT]. expanded_ptr: rows of the workspace, for each head from first_head on a key, with its rotated part last,
     then a value. seq_lens_ptr, block_table_ptr: see AttentionInputs. places_ptr, tiles_ptr, num_tiles_ptr: see
     place_kernel. MULTIPLE: a power of two that divides row_stride.
@@ -209,7 +218,6 @@ def expand_rows_kernel(
     if tile >= tl.load(num_tiles_ptr):
         return
     PARTS: tl.constexpr = (OWN + VALUE + TILE_C - 1) // TILE_C
-    WIDTH: tl.constexpr = LATENT + ROTATED
     head = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS
     request = tl.load(tiles_ptr + tile)
@@ -219,8 +227,10 @@ def expand_rows_kernel(
     rows_L = first_row + l_L
     stored_L = rows_L < seq_len
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
-    slots_L = blocks_of(table_ptr, rows_L, seq_len, BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + rows_L % BLOCK_SIZE
-    row_ptr_L = cache_ptr + tl.multiple_of(slots_L * WIDTH, 8)
+    block_L = blocks_of(table_ptr, rows_L, seq_len, BLOCK_SIZE)
+    latent_ptr_L, rotated_ptr_L = row_ptrs(
+        LatentCache(cache_ptr, words_ptr, BLOCK_SIZE, LATENT, ROTATED), block_L, rows_L
+    )
     columns_C = part * TILE_C + tl.arange(0, TILE_C)
     exists_C = columns_C < OWN + VALUE
     weight_ptr_C = weight_ptr + ((first_head + head) * (OWN + VALUE) + columns_C).to(tl.int64) * LATENT
@@ -228,11 +238,15 @@ def expand_rows_kernel(
     acc_LC = tl.zeros([TILE_L, TILE_C], tl.float32)
     for start in range(0, LATENT, TILE_R):
         of_latent_R = start + r_R < LATENT
-        ptrs_LR = row_ptr_L[:, None] + start + r_R[None, :]
+        ptrs_LR = latent_ptr_L[:, None] + start + r_R[None, :]
         latent_LR = tl.load(ptrs_LR, mask=stored_L[:, None] & of_latent_R[None, :], other=0.0)
         ptrs_CR = weight_ptr_C[:, None] + start + r_R[None, :]
         weight_CR = tl.load(ptrs_CR, mask=exists_C[:, None] & of_latent_R[None, :], other=0.0)
+        latent_LR = numbers(latent_LR, weight_CR.dtype)
         acc_LC = tl.dot(latent_LR, tl.trans(weight_CR), acc_LC, input_precision="ieee")
+    if words_ptr is not None:
+        scale_ptr_L = latent_scale_ptrs(LatentCache(cache_ptr, words_ptr, BLOCK_SIZE, LATENT, ROTATED), block_L, rows_L)
+        acc_LC *= bfloat16_values(tl.load(scale_ptr_L, mask=stored_L, other=0))[:, None]
     out_rows_L = tl.multiple_of((tile * TILE_L + l_L).to(tl.int64) * row_stride, MULTIPLE)
     out_ptr_L = expanded_ptr + out_rows_L + head * (OWN + ROTATED + VALUE)
     places_C = columns_C + tl.where(columns_C < OWN, 0, ROTATED)
@@ -241,8 +255,9 @@ def expand_rows_kernel(
     if part == 0:
         p_P = tl.arange(0, TILE_P)
         of_rotated_P = p_P < ROTATED
-        ptrs_LP = row_ptr_L[:, None] + LATENT + p_P[None, :]
+        ptrs_LP = rotated_ptr_L[:, None] + p_P[None, :]
         rotated_LP = tl.load(ptrs_LP, mask=stored_L[:, None] & of_rotated_P[None, :], other=0.0)
+        rotated_LP = rotated_numbers(rotated_LP, expanded_ptr.dtype.element_ty)
         tl.store(out_ptr_L[:, None] + OWN + p_P[None, :], rotated_LP, mask=of_rotated_P[None, :])
 
 
@@ -378,6 +393,7 @@ def attend_expanded(
         row_stride = num_heads * (heads.key + heads.value)
         expand_rows_kernel[(workspace.capacity, num_heads * cdiv(heads.own + heads.value, tiles.columns))](
             cache_N1P1w,
+            words_of(cache_N1P1w),
             weight_Cr,
             buffer,
             requests.seq_lens_R,

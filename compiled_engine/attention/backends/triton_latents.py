@@ -1,8 +1,8 @@
-"""Triton kernels for a cache of latent rows: storing rows, and absorbed attention of all query heads to the same rows.
+"""Triton kernels for absorbed attention of all query heads to the same latent rows.
 
-A cached row has w elements. It is the key of all heads, and its first r elements, the latent, are the value of all
-heads (attention/latents.py). The rows of a query tile are queries times heads of a request, so a tile of keys is read
-once for many heads. The keys of requests with one query are split among programs; a second kernel combines the results.
+A cached row is the key of all heads, and its first part, the latent, is the value of all heads (attention/latents.py).
+The rows of a query tile are queries times heads of a request, so a tile of keys is read once for many heads. The keys
+of requests with one query are split among programs; a second kernel combines the results.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, Splits, plan
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.kernel_choice import num_multiprocessors
 from compiled_engine.attention.backends.triton_combine import WIDEST_PART, Partials, combined, store_partials
-from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, blocks_of, normalised, weigh
+from compiled_engine.attention.backends.triton_latent_rows import (
+    LatentCache,
+    latent_scale_ptrs,
+    rotated_numbers,
+    row_ptrs,
+    words_of,
+)
+from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, blocks_of, normalised, sum_of, weigh
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.triton_codes import ONE_SCALE, bfloat16_values, numbers, product_type
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.kv_format import is_coded
 
 # Largest latent, for whose sum a program has registers, and largest part of a row after it.
 MAX_LATENT, MAX_ROTATED = 512, 128
 MULTIPLE = 8
 # See kernel_arguments.
-NUMBERS = [*STEP_NUMBERS, "row_token_stride", "rotated_token_stride", "num_splits"]
+NUMBERS = [*STEP_NUMBERS, "rotated_token_stride", "num_splits"]
 TENSORS = [*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr", "places_ptr"]
 # Memory of the partial results of a step: latents are so long that as many splits as for other decodes may take more.
 MOST_PARTIAL_BYTES = 128 << 20
@@ -46,12 +55,15 @@ class LatentTiles(NamedTuple):
     num_stages: int
 
 
-def latent_tiles(num_heads: int, element_size: int) -> LatentTiles:
-    """Return tiles for which the shared memory and registers of every supported GPU suffice."""
+def latent_tiles(num_heads: int, element_size: int, *, coded: bool) -> LatentTiles:
+    """Return tiles for which the shared memory and registers of every supported GPU suffice.
+
+    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers.
+    """
     if element_size == 4:
-        return LatentTiles(SMALLEST_TILE, 16, 4, 2)
+        return LatentTiles(SMALLEST_TILE, 16, 8, 1) if coded else LatentTiles(SMALLEST_TILE, 16, 4, 2)
     rows = min(32, max(SMALLEST_TILE, next_power_of_2(num_heads)))
-    return LatentTiles(rows, 32, rows // 4, 2)
+    return LatentTiles(rows, 32, 8 if coded else rows // 4, 2)
 
 
 def latent_splits(num_requests: int, num_heads: int, latent_dim: int, max_seq_len: int, like: torch.Tensor) -> Splits:
@@ -59,7 +71,7 @@ def latent_splits(num_requests: int, num_heads: int, latent_dim: int, max_seq_le
 
     max_seq_len: see plan_splits. like: a tensor with the device and the dtype of queries.
     """
-    programs = -(-num_heads // latent_tiles(num_heads, like.element_size()).rows)
+    programs = -(-num_heads // latent_tiles(num_heads, like.element_size(), coded=False).rows)
     splits = plan_splits(num_requests, programs, max_seq_len, num_multiprocessors(like.device))
     most = MOST_PARTIAL_BYTES // (num_requests * num_heads * latent_dim * torch.float32.itemsize)
     return replace(splits, count=max(1, min(splits.count, most)))
@@ -70,29 +82,6 @@ def require_sizes(case: AttentionCase) -> None:
     rotated = case.head_dim - case.latent_dim
     for name, size, most in (("latent_dim", case.latent_dim, MAX_LATENT), ("rotated elements", rotated, MAX_ROTATED)):
         require(0 < size <= most and size % MULTIPLE == 0, name, size, f"multiples of {MULTIPLE} up to {most}")
-
-
-@quick_launches
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
-def write_latents_kernel(
-    row_ptr: tl.tensor,
-    cache_ptr: tl.tensor,
-    slot_mapping_ptr: tl.tensor,
-    row_token_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TILE_W: tl.constexpr,
-) -> None:
-    """Store rows in the cache. Program `token` stores that token's row; nothing if its slot is negative.
-
-    row_ptr: [T, 1, WIDTH]. cache_ptr: [N, 1, P, 1, WIDTH]. slot_mapping_ptr: int64 [T].
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token)
-    if slot < 0:
-        return
-    w_W = tl.arange(0, TILE_W)
-    row_W = tl.load(row_ptr + tl.multiple_of(token * row_token_stride, 8) + w_W, mask=w_W < WIDTH)
-    tl.store(cache_ptr + slot * WIDTH + w_W, row_W, mask=w_W < WIDTH)
 
 
 @triton.jit
@@ -124,6 +113,7 @@ def attend_latents_kernel(
     q_ptr: tl.tensor,
     rotated_ptr: tl.tensor,
     cache_ptr: tl.tensor,
+    words_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
@@ -147,7 +137,7 @@ def attend_latents_kernel(
     NUM_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LATENT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -161,12 +151,12 @@ def attend_latents_kernel(
     results. Rows of a request with seq_len 0 (padding) get zeros.
 
     q_ptr: [T, H, LATENT], queries of latents; out_ptr may be the same memory, since a program reads its rows before it
-    writes them. rotated_ptr: [T, H, WIDTH - LATENT], queries of rotated parts. cache_ptr: [N, 1, P, 1, WIDTH].
+    writes them. rotated_ptr: [T, H, ROTATED], queries of rotated parts. cache_ptr, words_ptr: see LatentCache.
     partial_ptr, partial_max_ptr, partial_sum_ptr: see triton_combine.Partials, by request. query_start_loc_ptr,
     seq_lens_ptr, block_table_ptr: see AttentionInputs. places_ptr: see triton_expansion; requests with a place are left
     out; None: no request has one.
-    ROTATED_MULTIPLE: a power of two that divides rotated_token_stride. TILE_R, TILE_P: LATENT and WIDTH - LATENT,
-    rounded up to powers of two.
+    ROTATED_MULTIPLE: a power of two that divides rotated_token_stride. TILE_R, TILE_P: LATENT and ROTATED, rounded up
+    to powers of two.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -195,10 +185,11 @@ def attend_latents_kernel(
     r_R = tl.arange(0, TILE_R)
     p_P = tl.arange(0, TILE_P)
     of_latent_R = r_R < LATENT
-    of_rotated_P = p_P < WIDTH - LATENT
+    of_rotated_P = p_P < ROTATED
     tokens_M = (start + queries_M).to(tl.int64)
     q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
     q_MR = tl.load(q_ptr + q_rows_M[:, None] + r_R[None, :], mask=mask_M[:, None] & of_latent_R[None, :], other=0.0)
+    q_MR = product_type(q_MR, cache_ptr.dtype.element_ty)
     rotated_M = tl.multiple_of(tokens_M * rotated_token_stride, ROTATED_MULTIPLE) + heads_M * ROTATED_HEAD_STRIDE
     q_MP = tl.load(
         rotated_ptr + rotated_M[:, None] + p_P[None, :], mask=mask_M[:, None] & of_rotated_P[None, :], other=0.0
@@ -211,18 +202,33 @@ def attend_latents_kernel(
     for key in range(first_key, end_key, TILE_N):
         keys_N = key + n_N
         stored_N = keys_N < end_key
-        slots_N = blocks_of(table_ptr, keys_N, end_key, BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + keys_N % BLOCK_SIZE
-        row_ptr_N = cache_ptr + tl.multiple_of(slots_N * WIDTH, 8)
-        # Slots without a key may hold anything, even NaN. Their weight is zero, but zero times NaN is NaN.
-        latent_NR = tl.load(row_ptr_N[:, None] + r_R[None, :], mask=stored_N[:, None] & of_latent_R[None, :], other=0.0)
-        rotated_NP = tl.load(
-            row_ptr_N[:, None] + LATENT + p_P[None, :], mask=stored_N[:, None] & of_rotated_P[None, :], other=0.0
+        block_N = blocks_of(table_ptr, keys_N, end_key, BLOCK_SIZE)
+        latent_ptr_N, rotated_ptr_N = row_ptrs(
+            LatentCache(cache_ptr, words_ptr, BLOCK_SIZE, LATENT, ROTATED), block_N, keys_N
         )
+        # Slots without a key may hold anything, even NaN. Their weight is zero, but zero times NaN is NaN.
+        latent_NR = tl.load(
+            latent_ptr_N[:, None] + r_R[None, :], mask=stored_N[:, None] & of_latent_R[None, :], other=0.0
+        )
+        rotated_NP = tl.load(
+            rotated_ptr_N[:, None] + p_P[None, :], mask=stored_N[:, None] & of_rotated_P[None, :], other=0.0
+        )
+        latent_NR = numbers(latent_NR, q_MR.dtype)
         scores_MN = tl.dot(q_MR, tl.trans(latent_NR), input_precision="ieee")
+        scale_N = None
+        if words_ptr is not None:
+            scale_ptr_N = latent_scale_ptrs(
+                LatentCache(cache_ptr, words_ptr, BLOCK_SIZE, LATENT, ROTATED), block_N, keys_N
+            )
+            scale_N = bfloat16_values(tl.load(scale_ptr_N, mask=stored_N, other=ONE_SCALE))
+            scores_MN *= scale_N[None, :]
+        rotated_NP = rotated_numbers(rotated_NP, q_MP.dtype)
         scores_MN = tl.dot(q_MP, tl.trans(rotated_NP), scores_MN, input_precision="ieee")
+        if scale_N is not None:  # latents are values too: their scales are a part of the weights, see scores_of
+            scores_MN += (tl.log2(scale_N) / scale_log2)[None, :]
         seen_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
         weights_MN, rescale_M, max_M = weigh(tl.where(seen_MN, scores_MN, float("-inf")), max_M, scale_log2)
-        sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
+        sum_M = sum_M * rescale_M + sum_of(weights_MN, scale_N)
         weights_MN = weights_MN.to(latent_NR.dtype)
         acc_MR = tl.dot(weights_MN, latent_NR, acc_MR * rescale_M[:, None], input_precision="ieee")
     if is_split:
@@ -278,20 +284,6 @@ def combine_latents_kernel(
     tl.store(out_row_ptr + r_R, out_R.to(out_ptr.dtype.element_ty), mask=r_R < LATENT)
 
 
-def write_latents(row_T1w: torch.Tensor, cache_N1P1w: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
-    """Store rows, [T, 1, w] with w contiguous, at the slots of the cache. slot_mapping_T: int64; -1 stores nothing."""
-    num_tokens, _, width = row_T1w.shape
-    write_latents_kernel[(num_tokens,)](
-        row_T1w,
-        cache_N1P1w,
-        slot_mapping_T,
-        row_T1w.stride(0),
-        WIDTH=width,
-        TILE_W=next_power_of_2(width),
-        num_warps=2,
-    )
-
-
 class Requests(NamedTuple):
     """Consecutive requests of a batch: the parts of AttentionInputs that belong to them, and the host's facts.
 
@@ -337,8 +329,8 @@ def attend_rows(
     as they are. The last dimensions must be contiguous. The launches depend on shapes and the host's facts alone.
     """
     _, num_heads, latent_dim = q_THr.shape
-    width, num_requests = cache_N1P1w.shape[-1], requests.num_requests
-    tiles = latent_tiles(num_heads, q_THr.element_size())
+    rotated_dim, num_requests = rotated_THp.shape[-1], requests.num_requests
+    tiles = latent_tiles(num_heads, q_THr.element_size(), coded=is_coded(cache_N1P1w.dtype))
     splits = latent_splits(num_requests, num_heads, latent_dim, requests.max_seq_len, q_THr)
     partials = Partials.of(q_THr, num_requests, splits.count)
     shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": q_THr.stride(1), "GRAIN": GRAIN}
@@ -348,6 +340,7 @@ def attend_rows(
         q_THr,
         rotated_THp,
         cache_N1P1w,
+        words_of(cache_N1P1w),
         q_THr,
         *partials,
         requests.query_start_loc_R1,
@@ -367,11 +360,11 @@ def attend_rows(
         ROTATED_MULTIPLE=gcd(MULTIPLE, rotated_THp.stride(0)),
         NUM_HEADS=num_heads,
         BLOCK_SIZE=cache_N1P1w.shape[2],
-        WIDTH=width,
+        ROTATED=rotated_dim,
         TILE_M=tiles.rows,
         TILE_N=tiles.keys,
         TILE_R=tile_r,
-        TILE_P=max(SMALLEST_TILE, next_power_of_2(width - latent_dim)),
+        TILE_P=max(SMALLEST_TILE, next_power_of_2(rotated_dim)),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
