@@ -24,3 +24,13 @@ def test_a_head_of_24_elements(option: str, dtype: torch.dtype, coded: bool, wid
     assert (is_coded(found), has_scales(found)) == (coded, width > 24)
     assert head_width(found, 24) == width
     assert head_dim_of(torch.empty(1, 2, 4, 1, width, dtype=found)) == 24
+
+
+@pytest.mark.parametrize(
+    ("option", "width"),
+    [("auto", 24), *((name, 16 + 2 * 8 + 2) for name in ("int8", "fp8"))],  # two bytes: rotated elements, and a scale
+)
+def test_a_latent_of_16_elements_and_a_rotated_part_of_8(option: str, width: int) -> None:
+    found = cache_dtype(BY_OPTION[option], torch.bfloat16)
+    assert head_width(found, 24, 16) == width
+    assert head_dim_of(torch.empty(1, 1, 4, 1, width, dtype=found), 16) == 24

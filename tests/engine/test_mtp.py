@@ -111,6 +111,18 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
         assert written.drafts(list(known), len(drafts)) == drafts
 
 
+@pytest.mark.parametrize("written", ["glm_lite"], indirect=True)
+def test_drafts_change_no_token_of_a_model_with_latent_rows_of_8_bits(written: Written) -> None:
+    with LLM(model=str(written.folder), mode="eager", kv_cache_dtype="fp8", **ENGINE) as llm:
+        expected = generate(llm, temperature=0)
+    with LLM(model=str(written.folder), mode="eager", kv_cache_dtype="fp8", **ENGINE, **mtp()) as llm:
+        assert generate(llm, temperature=0) == expected
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert metrics["draft_tokens"] > 0
+
+
 @pytest.mark.parametrize("written", ["ernie of one layer"], indirect=True)
 def test_compiled_drafts_are_those_of_the_whole_sequence(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer reads hidden states before the model's last norm."""

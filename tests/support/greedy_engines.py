@@ -35,10 +35,15 @@ def generated(folder: Path, **options: Any) -> tuple[list[list[int]], dict[str, 
 def expected_in_company(folder: Path, oracle: Any) -> list[list[int]]:
     """Return the oracle's tokens for PROMPTS. An eager engine gives the same in chunks, and where it preempts."""
     expected = [greedy(oracle, prompt) for prompt in PROMPTS]
-    chunked, _ = generated(folder, mode="eager", max_num_seqs=2, max_num_batched_tokens=7)
+    check_in_company(folder, expected)
+    return expected
+
+
+def check_in_company(folder: Path, expected: list[list[int]], **options: Any) -> None:
+    """An eager engine gives the expected tokens in chunks, and where it preempts. options: further ones of `LLM`."""
+    chunked, _ = generated(folder, mode="eager", max_num_seqs=2, max_num_batched_tokens=7, **options)
     assert chunked == expected
     few_blocks = {"num_blocks": 24, "block_size": 4}
-    preempted, metrics = generated(folder, mode="eager", max_num_seqs=5, async_scheduling=True, **few_blocks)
+    preempted, metrics = generated(folder, mode="eager", max_num_seqs=5, async_scheduling=True, **few_blocks, **options)
     assert preempted == expected
     assert metrics["preemptions"] > 0
-    return expected

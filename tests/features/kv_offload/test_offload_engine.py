@@ -163,10 +163,11 @@ def test_blocks_and_snapshots_divide_host_memory(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_latent_rows_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_latent_rows_come_back(kv_cache_dtype: str, tmp_path: Path) -> None:
     latent = family("deepseek_v3")
     write_checkpoint(tmp_path, replace(latent, changes={**latent.changes, "max_position_embeddings": 512}))
-    options = OPTIONS | {"dtype": "float32", "mode": "eager"}
+    options = OPTIONS | {"dtype": "float32", "mode": "eager", "kv_cache_dtype": kv_cache_dtype}
     with LLM(tmp_path, enable_prefix_caching=False, **options) as llm:
         assert llm.config.model.latent_dim
         plain = outputs(llm)
