@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import family, load_oracle, write_checkpoint
 from greedy_engines import greedy
+from latent_cases import round_rows
 
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
@@ -29,6 +30,8 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 800, "num_blocks":
 MAX_TOKENS = 12
 TOLERANCE = 3e-4
 BF16_FACTOR = 2
+# Mean difference in fp32 with rows of 8 bits. Elements between two codes are rounded up or down by chance.
+MEAN_OF_ROUNDED = 1e-2
 REAL_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CASES = {
     "steps of 1,100 tokens": {"max_num_batched_tokens": 1100},
@@ -85,12 +88,30 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, checkpoint: tu
     assert float((logprobs(outputs) - logprobs_of(oracle, outputs)).abs().max()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["chunks of 310 tokens", "graphs with attention", "eager"])
+def test_rows_of_8_bits(name: str, dtype: str, checkpoint: tuple[Path, Any, Any]) -> None:
+    """Log-probabilities are those of transformers with rounded rows, not with exact ones."""
+    folder, oracle, _ = checkpoint
+    outputs = run(folder, dtype="float32", kv_cache_dtype=dtype, **CASES[name])
+    rounded = load_oracle(folder, torch.float32)
+    round_rows(rounded, dtype)
+    found = logprobs(outputs)
+    assert float((found - logprobs_of(rounded, outputs)).abs().mean()) < MEAN_OF_ROUNDED
+    assert float((found - logprobs_of(oracle, outputs)).abs().mean()) > 2 * MEAN_OF_ROUNDED
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize(("own", "value"), [(128, 128), (192, 256)], ids=["DeepSeek-V3", "GLM-4.7-Flash"])
-def test_bfloat16_in_the_sizes_of_published_models(own: int, value: int, tmp_path: Path) -> None:
+def test_bfloat16_in_the_sizes_of_published_models(own: int, value: int, kv_cache_dtype: str, tmp_path: Path) -> None:
     """Log-probabilities are about as far from those in fp32 as the ones of transformers in bfloat16 are."""
     sizes = REAL_SIZES | {"qk_nope_head_dim": own, "v_head_dim": value, "max_position_embeddings": 1024}
     case = family("glm4_moe_lite")
     oracle = write_checkpoint(tmp_path, replace(case, changes={**case.changes, **sizes}))
-    outputs = run(tmp_path, dtype="bfloat16", max_num_batched_tokens=600)
-    exact, narrow = logprobs_of(oracle, outputs), logprobs_of(load_oracle(tmp_path, torch.bfloat16), outputs)
+    outputs = run(tmp_path, dtype="bfloat16", max_num_batched_tokens=600, kv_cache_dtype=kv_cache_dtype)
+    in_bfloat16 = load_oracle(tmp_path, torch.bfloat16)
+    if kv_cache_dtype != "auto":
+        round_rows(oracle, kv_cache_dtype)
+        round_rows(in_bfloat16, kv_cache_dtype)
+    exact, narrow = logprobs_of(oracle, outputs), logprobs_of(in_bfloat16, outputs)
     assert float((logprobs(outputs) - exact).abs().mean()) <= BF16_FACTOR * float((narrow - exact).abs().mean())

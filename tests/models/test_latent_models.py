@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from adapter_folders import assert_is_of, make_adapter, merge
 from families import family, write_checkpoint
 from family_comparison import difference_after_passes, difference_of, fused_model
 from greedy_engines import PROMPTS, SMALL, check_in_company, expected_in_company, generated, greedy
+from latent_cases import round_rows
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from compiled_engine.attention.latent_codes import CodedRows
 from compiled_engine.attention.latents import LatentHeads, expands
 from compiled_engine.features.adapters.lora_request import LoRARequest
-from compiled_engine.kv_format import BY_OPTION, cache_dtype
 from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve
@@ -101,19 +99,6 @@ def test_rows_that_are_expanded_in_another_way_are_expanded_by_transformers(
     assert tokens == [greedy(oracle, prompt) for prompt in PROMPTS]
 
 
-def round_rows(oracle: Any, dtype: str) -> None:
-    """Have transformers' modules expand rows as a cache of 8 bits holds them. dtype: the option kv_cache_dtype."""
-    stored = cache_dtype(BY_OPTION[dtype], torch.float32)
-
-    def expand_kv(expand: Any, latents: torch.Tensor, rotated: torch.Tensor) -> Any:
-        rows = CodedRows.of(torch.cat((latents, rotated), -1), stored, latents.shape[-1])
-        return expand(*rows.decoded(stored, latents.dtype).split([latents.shape[-1], rotated.shape[-1]], -1))
-
-    for module in oracle.modules():
-        if hasattr(module, "expand_kv"):
-            module.expand_kv = partial(expand_kv, module.expand_kv)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.product(one_in=2)
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
@@ -131,6 +116,8 @@ def test_rows_of_8_bits(name: str, dtype: str, tmp_path: Path) -> None:
     model = fused_model(tmp_path, options, verify=True)
     sizes = model.config.model
     assert sizes.kv_shapes(7, 16, model.config.cache_dtype) == [(7, 1, 16, 1, 24 + 2 * 8 + 2)] * sizes.num_layers
+    of_block = sizes.num_layers * model.config.cache.block_size * (24 + 2 * 8 + 2)
+    assert f" {of_block:,} bytes" in model.config.reasons["model.latent_dim"]
     for found in (difference_of(tmp_path, oracle, options | {"mode": "eager"}), difference_after_passes(model, oracle)):
         assert found.mean < MEAN_OF_ROUNDED, found
     options["enable_prefix_caching"] = False

@@ -1,4 +1,4 @@
-"""Attention over a cache of latent rows: cases, and a reference by definition in float64.
+"""Attention over a cache of latent rows: cases, a reference by definition in float64, and rows rounded in transformers.
 
 `main` runs the cases on the CPU and prints the mistakes as JSON, so that it can run in a process with
 TRITON_INTERPRET=1.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
 from compiled_engine.attention.inputs import attention_inputs_of, step_of
 from compiled_engine.attention.latent_codes import CodedRows
-from compiled_engine.kv_format import AUTO, CODED, cache_dtype, head_width
+from compiled_engine.kv_format import AUTO, BY_OPTION, CODED, cache_dtype, head_width
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BLOCK_SIZE = 16
@@ -183,6 +185,19 @@ def _cache_with(
         for plane, values in zip(CodedRows.planes(cache, case.latent_dim), rows, strict=True):
             plane[places] = values
     return cache
+
+
+def round_rows(oracle: Any, dtype: str) -> None:
+    """Have transformers' modules expand rows as a cache of 8 bits holds them. dtype: the option kv_cache_dtype."""
+    stored = cache_dtype(BY_OPTION[dtype], torch.float32)
+
+    def expand_kv(expand: Any, latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+        rows = CodedRows.of(torch.cat((latents, rotated), -1), stored, latents.shape[-1])
+        return expand(*rows.decoded(stored, latents.dtype).split([latents.shape[-1], rotated.shape[-1]], -1))
+
+    for module in oracle.modules():
+        if hasattr(module, "expand_kv"):
+            module.expand_kv = partial(expand_kv, module.expand_kv)
 
 
 def main(backend_name: str) -> None:

@@ -48,6 +48,7 @@ KINDS = {
     "windows, drafts, recorded": Kind("gemma3_text", COMPILED | {"speculative_config": NGRAM}),
     "sinks, experts": Kind("gpt_oss", EAGER | {"attention_backend": "torch"}),
     "drafts, int8": Kind("qwen3", EAGER | {"speculative_config": NGRAM, "kv_cache_dtype": "int8"}),
+    "latent rows, drafts, int8": Kind("youtu", EAGER | {"speculative_config": NGRAM, "kv_cache_dtype": "int8"}),
     "draft model": Kind("qwen3", EAGER, drafts=True),
     "recurrences": Kind("qwen3_5_text", EAGER),
     "convolutions, few snapshots": Kind("lfm2", EAGER | {"num_state_snapshots": 2}),
