@@ -165,8 +165,11 @@ def _connected(nccl: NcclGroup) -> NcclGroup:
 
 
 def _largest_bytes(config: EngineConfig) -> int:
-    """Return the size in bytes of the largest tensor in a collective: a step's hidden states or its logits."""
-    scheduler = config.scheduler
+    """Return the size in bytes of the largest tensor in a collective: a step's hidden states or its logits.
+
+    Logits are not exchanged where each rank has the whole vocabulary.
+    """
+    scheduler, num_tokens = config.scheduler, local_model(config).vocab_size
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
-    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * local_model(config).vocab_size
+    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * num_tokens if num_tokens < config.model.vocab_size else 0
     return max(hidden, logits) * config.model.dtype.itemsize

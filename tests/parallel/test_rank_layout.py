@@ -298,19 +298,25 @@ def test_gpus_exchange_through_their_memory_where_all_can(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "requests", "hidden", "vocabulary", "elements"),
-    [(512, 8, 64, 1000, 256 * 1000), (512, 300, 64, 1000, 300 * 1000), (8192, 8, 64, 1000, 8192 * 64)],
+    ("tokens", "requests", "vocabulary", "invariant", "elements"),
+    [
+        (512, 8, 2000, False, 256 * 1000),
+        (512, 300, 2000, False, 300 * 1000),
+        (8192, 8, 2000, False, 8192 * 64),
+        (512, 8, 2001, False, 512 * 64),
+        (512, 8, 2000, True, 512 * 64),
+    ],
 )
 def test_the_workspace_holds_the_largest_exchange(
-    tokens: int, requests: int, hidden: int, vocabulary: int, elements: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, requests: int, vocabulary: int, invariant: bool, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's hidden states, or its logits."""
+    """A step's hidden states, or its logits, which ranks with the whole vocabulary do not exchange."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(gpu_groups, "NcclGroup", Nccl)
     monkeypatch.setattr(gpu_groups, "SymmetricMemoryGroup", Symmetric)
     monkeypatch.setattr(connect, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))
     given = config_of(2, (), "cuda:0")
     given.scheduler = SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests)
-    given.model = replace(given.model, hidden_size=hidden, vocab_size=2 * vocabulary)
+    given.model, given.batch_invariant = replace(given.model, vocab_size=vocabulary), invariant
     group: Any = connect.connect(given, 0)[0]
-    assert group.given[1:] == (2 * elements, 2 * hidden, tokens)
+    assert group.given[1:] == (2 * elements, 2 * 64, tokens)
