@@ -71,8 +71,20 @@ COUNTERS = (
 GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES, *kv_offload.GAUGES, *speech.GAUGES)
 
 
-def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
-    """Return the planning parts of the enabled features."""
+def open_block_files(config: EngineConfig) -> FileIndex | None:
+    """Return the index of the files of KV cache blocks; None if the configuration has none.
+
+    A start calls this before anything is loaded. Raises ValueError if the folder cannot be used.
+    """
+    found = config.cache.block_files
+    if found is None:
+        return None
+    num_ranks, weight = config.parallel.devices_per_replica, found.state_weight
+    return FileIndex(found.folder, found.limit, num_ranks, found.most_bytes, state_weight=weight)
+
+
+def plan_features(config: EngineConfig, executor: Executor, files: FileIndex | None = None) -> list[PlanFeature]:
+    """Return the planning parts of the enabled features. files: from `open_block_files`; None: no files are written."""
     features: list[PlanFeature] = []
     features.append(_draft_plan(config))
     vocab_size = config.model.vocab_size
@@ -94,7 +106,8 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(snapshots := StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
     if config.cache.host_blocks:
-        features.append(_host_blocks(config, executor, snapshots))
+        slots = config.cache.host_blocks, config.cache.host_states
+        features.append(HostBlocks(slots[0], executor.call, files, snapshots=snapshots, num_state_slots=slots[1]))
     if config.kv_events is not None:
         from compiled_engine.features.kv_events.publisher import Publisher  # needs an optional package
 
@@ -104,14 +117,6 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if config.sleeps:
         features.append(Sleep(executor.call, updates))
     return features
-
-
-def _host_blocks(config: EngineConfig, executor: Executor, snapshots: StateSnapshots | None) -> HostBlocks:
-    cache, files, num_ranks = config.cache, None, config.parallel.devices_per_replica
-    if (found := cache.block_files) is not None:
-        weight = found.state_weight
-        files = FileIndex(found.folder, found.limit, num_ranks, found.most_bytes, state_weight=weight)
-    return HostBlocks(cache.host_blocks, executor.call, files, snapshots=snapshots, num_state_slots=cache.host_states)
 
 
 def _draft_plan(config: EngineConfig) -> PlanFeature:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.executor import Executor, InProcessExecutor
-from compiled_engine.features.registry import make_features, plan_features
+from compiled_engine.features.registry import make_features, open_block_files, plan_features
 from compiled_engine.process.memory import no_full_gc
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress, SilentProgress
@@ -36,12 +37,16 @@ def start_core(
     """Start a core in this process, and its worker processes if it has several ranks. Return the core when it is ready.
 
     `logits_processors` are objects or "package.module:Name"; worker processes get only the names. The stages of the
-    core's start are added to `timeline`. Raises the errors of `Runner`, or WorkerError if a worker process fails.
+    core's start are added to `timeline`. Raises ValueError if a folder for files of the KV cache cannot be used, the
+    errors of `Runner`, or WorkerError if a worker process fails.
     """
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
     executor: Executor
-    with no_full_gc():
+    with no_full_gc(), ExitStack() as if_it_fails:
+        files = open_block_files(config)  # before weights are read, which may take minutes
+        if files is not None:
+            if_it_fails.callback(files.close)
         if config.parallel.executor == "multiprocess":
             names = [given for given in logits_processors if isinstance(given, str)]
             executor = MultiprocessExecutor(
@@ -54,7 +59,8 @@ def start_core(
         else:
             found = resolve_logits_processors(tuple(logits_processors))
             executor = InProcessExecutor(config, progress, timeline, clock, make_features(), found)
-    features = plan_features(config, executor)
+        if_it_fails.pop_all()
+    features = plan_features(config, executor, files)
     return EngineCore(config, executor, clock, timeline.now() - start_s, features=features)
 
 

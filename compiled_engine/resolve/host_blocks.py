@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +67,9 @@ def resolve_host_blocks(options: EngineOptions, config: EngineConfig) -> CacheCo
                 f"kv_offloading_folder_size is {options.kv_offloading_folder_size} GiB; "
                 f"allowed: at least {least:.2g} GiB, {needed}"
             )
-        folder = Path(options.kv_offloading_folder).expanduser().resolve() / SUBFOLDER / digest_of_model(config)
+        given = Path(options.kv_offloading_folder).expanduser()
+        # Unlike Path.resolve, realpath accepts links that form a loop. The start reports them.
+        folder = Path(os.path.realpath(given)) / SUBFOLDER / digest_of_model(config)
         replicas = config.parallel.data_parallel_size
         weight = max(1, -(-of_state // of_block))
         config.reasons["cache.block_files.limit"] = (

@@ -27,8 +27,9 @@ STATE_SUFFIX = "-state"  # of the names of snapshots
 class FileIndex:
     """The names of blocks that have files, at most `limit`; beyond that, the least recently used ones are removed.
 
-    folder: the model's folder. most_bytes: limit on the files of all models; when the index is made, files of models
-    that are not running are removed to meet the limit. state_weight: number of blocks that a snapshot counts as.
+    folder: the model's folder, in a subfolder of the user's. most_bytes: limit on the files of all models; when the
+    index is made, files of models that are not running are removed to meet the limit. state_weight: number of blocks
+    that a snapshot counts as.
     """
 
     def __init__(self, folder: Path, limit: int, num_ranks: int, most_bytes: int, *, state_weight: int = 1) -> None:
@@ -93,7 +94,10 @@ def _lock_folder(folder: Path) -> tuple[int, Path]:
             own.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = _lock(own)
         except OSError as error:
-            raise ValueError(f"kv_offloading_folder cannot be used: {error}; allowed: a folder to write to") from error
+            raise ValueError(
+                f"kv_offloading_folder is {str(folder.parents[1])!r}, which cannot be used: {error}; "
+                "allowed: a folder to write to"
+            ) from error
         if descriptor is not None:
             return descriptor, own
         number += 1

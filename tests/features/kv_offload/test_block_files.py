@@ -108,8 +108,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 def test_a_start_says_that_the_folder_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"kv_offloading_folder cannot be used: .*; allowed: a folder to write to"):
-        FileIndex(tmp_path / "file" / "model", 9, 1, most_bytes=1)
+    given = tmp_path / "file"
+    with pytest.raises(ValueError, match=f"kv_offloading_folder is '{given}', which cannot be used: .*; allowed: a "):
+        FileIndex(given / "blocks" / "model", 9, 1, most_bytes=1)
 
 
 WRITER = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -306,3 +307,29 @@ def test_files_are_those_of_a_model_and_a_layout(folder: Path, tmp_path: Path) -
 def test_sizes_that_cannot_be_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(folder, mode="eager", **OPTIONS | {"kv_offloading_size": 0.01} | options)
+
+
+@pytest.mark.parametrize(
+    ("given", "executor"),
+    [
+        ("/proc/none", "auto"),
+        ("/proc/none", "multiprocess"),
+        ("file", "auto"),
+        ("file/below", "auto"),
+        ("loop", "auto"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_before_weights_are_read(
+    given: str, executor: str, folder: Path, tmp_path: Path
+) -> None:
+    """The weights cannot be read either, which no start comes to see."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    named = tmp_path / given
+    files = {"kv_offloading_size": 0.01, "kv_offloading_folder": named, "distributed_executor": executor}
+    with pytest.raises(
+        ValueError, match=rf"^kv_offloading_folder is '{named}', which .*; allowed: a folder to write to$"
+    ):
+        LLM(tmp_path / "model", mode="eager", **OPTIONS | files)
