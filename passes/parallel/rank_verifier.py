@@ -125,8 +125,6 @@ class _Rank:
         if node in self._packed:
             shard = self._packed[node]
             return self._packed_part(value, shard, value.shape.index(_total(shard)))
-        if is_parameter(node):
-            return value
         local = node.meta.get("val")
         if (packed := _split_shard(node, self._packed)) is not None:
             each = zip(value, _sections_of_items(packed, node), strict=True)
@@ -212,7 +210,8 @@ def _packed_values(
 
     These are the results of `products`, the linears with such outputs, other parameters with several sections, and
     values of the same size that are computed from them. An example is the convolution of a delta net's queries, keys
-    and values. Buffers of that size (multipliers of Falcon-H1) and items of splits may have several sections, too.
+    and values. Buffers of that size (multipliers of Falcon-H1), items of splits, and concatenations of divided values
+    may have several sections, too.
 
     originals: the undivided graph's nodes by name.
     """
@@ -233,10 +232,30 @@ def _packed_values(
         if split is not None:
             sections = _sections_of_items(split, arg(node, 0))[arg(node, 1)]
             found |= {node: replace(split, sections=sections)} if len(sections) > 1 else {}
+        if (joined := _joined_shard(node, originals, found)) is not None:
+            found[node] = joined
         shard = next((found[given] for given in node.all_input_nodes if given in found), None)
         if shard is not None and node not in found and _lengths(node).count(_local_total(shard.sections)) == 1:
             found[node] = shard
     return found
+
+
+def _joined_shard(node: fx.Node, originals: Mapping[str, fx.Node], packed: Mapping[fx.Node, Shard]) -> Shard | None:
+    """Return the shard of a concatenation along a divided dimension; None for other calls.
+
+    Each part is a section, or has the sections of its shard in `packed`.
+    """
+    original = originals.get(node.name)
+    if original is None or not is_call(node, aten.cat.default):
+        return None
+    dim: int = named(node)["dim"]
+    sections: list[Section] = []
+    for part, whole in zip(arg(node, 0), arg(original, 0), strict=True):
+        size, local = whole.meta["val"].shape[dim], part.meta["val"].shape[dim]
+        if not isinstance(size, int) or size == local:
+            return None
+        sections += packed[part].sections if part in packed else (Section(size, size // local),)
+    return Shard((sum(section.length for section in sections),), 0, tuple(sections))
 
 
 def _lengths(node: fx.Node) -> list[int]:

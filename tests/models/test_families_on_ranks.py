@@ -113,20 +113,32 @@ def test_two_ranks_give_transformers_log_probabilities(case: Family, tmp_path: P
     assert difference.tokens_equal
 
 
+# Granite: mixers, shared MLPs and experts of two layers, the norm of the first and the embedding. Falcon-H1: of each
+# layer attention, the state space model and the MLP; groups are divided, and its norms with them. Delta rules: mixers
+# and MLPs, with experts and shared ones instead of an MLP in one layer or in each.
+SUMS = {
+    "granitemoehybrid": 3 * 2 + 1 + 1,
+    "falcon_h1": 3 * 2 + 1,
+    **{
+        "qwen3_5_text": 2 * 2 + 1,
+        "qwen3_next": 3 * 2 + 1,
+        "kimi_linear": 2 * 2 + 1 + 1,
+        "bailing_hybrid": 2 * 2 + 1 + 1,
+    },
+}
+
+
 @DRAWN
-@pytest.mark.parametrize("name", ["granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("name", SUMS)
 def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path: Path) -> None:
-    """A norm over a whole row has a sum of its own."""
+    """A norm over a whole row has a sum of its own; queries, keys and values of delta rules are joined."""
     case = family(name).to_divide()
-    layers = {field: kinds[:2] for field, kinds in case.changes.items() if field == "layer_types"}
+    layers = {field: kinds[:2] for field, kinds in case.changes.items() if field.endswith("layer_types")}
     write_checkpoint(tmp_path, replace(case, changes={**case.changes, **layers, "num_hidden_layers": 2}))
     reports = verified_passes(tmp_path, {"device": "cpu", "tensor_parallel_size": 2})
     sums = [report for report in reports if report.name == "tensor_parallel"]
-    # Granite: mixers, shared MLPs and experts of two layers, the norm of the first and the embedding. Falcon-H1: of
-    # each layer attention, the state space model and the MLP; groups are divided, and its norms with them.
-    expected = {"granitemoehybrid": 3 * 2 + 1 + 1, "falcon_h1": 3 * 2 + 1}[name]
     for report in sums:
-        assert report.matches == report.contract == report.verified == expected
+        assert report.matches == report.contract == report.verified == SUMS[name]
 
 
 @pytest.mark.usefixtures("one_thread")

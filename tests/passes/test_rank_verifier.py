@@ -63,6 +63,12 @@ def packed_mlp(x: torch.Tensor, **p: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (linear(torch.nn.functional.silu(gate) * up, p["down.weight"]),)
 
 
+def joined(x: torch.Tensor, **p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    both = torch.cat((linear(x, p["q.weight"]), linear(x, p["k.weight"])), -1).exp()
+    first, second = both.chunk(2, -1)
+    return (linear(first * second, p["down.weight"]),)
+
+
 def looked_up(input_ids_T: torch.Tensor, **p: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (torch.nn.functional.embedding(input_ids_T, p["embed.weight"]) * 2,)
 
@@ -89,6 +95,11 @@ PACKED = Model(
     {"gate_up.weight": (16, 6), "down.weight": (6, 8)},
     {"gate_up.weight": Shard((16, 6), 0, (Section(8, 2), Section(8, 2))), "down.weight": columns(6, 8)},
 )
+JOINED = Model(
+    joined,
+    {"q.weight": (8, 6), "k.weight": (8, 6), "down.weight": (6, 8)},
+    {"q.weight": rows(8, 6), "k.weight": rows(8, 6), "down.weight": columns(6, 8)},
+)
 LOOKED_UP = Model(looked_up, {"embed.weight": (8, 6)}, {"embed.weight": rows(8, 6)}, ("input_ids_T",))
 EXPERTS = Model(
     experts,
@@ -105,6 +116,7 @@ SHARED = replace(SHARED, shards=SHARED.shards | {"down.weight": columns(6, 8, 4)
         (MLP, 2, aten.addmm.default),
         (SHARED, 4, aten.addmm.default),
         (PACKED, 2, aten.mm.default),
+        (JOINED, 2, aten.mm.default),
         (LOOKED_UP, 2, vocabulary_part),
         (EXPERTS, 2, aten.sum.dim_IntList),
     ],

@@ -142,6 +142,30 @@ def test_memory_may_be_allocated_for_another_value_of_its_shape() -> None:
     assert check(filled, edit) == 0
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_memory_that_took_the_place_of_a_value_has_what_was_written_to_it(which: int) -> None:
+    """As where a recurrence writes its result, and the model takes the last rows of it, which are all."""
+
+    def written(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs = [torch.empty_like(x) for _ in range(2)]
+        for factor, out in enumerate(outs, start=2):
+            out.copy_(x * factor)
+        return (outs[0][-4:].exp(), outs[1])
+
+    def edit(graph: fx.Graph) -> list[Replacement]:
+        node = call(graph, aten.slice.Tensor)
+        memory = call(graph, aten.empty_like.default, which)
+        node.replace_all_uses_with(memory)
+        graph.erase_node(node)
+        return [Replacement(node.name, memory)]
+
+    if which == 0:
+        assert check(written, edit) == 2
+    else:
+        with pytest.raises(VerificationError, match="which replaced slice"):
+            check(written, edit)
+
+
 def test_an_input_of_another_source_is_an_error() -> None:
     def edit(graph: fx.Graph) -> list[Replacement]:
         first, second = graph.find_nodes(op="placeholder")
