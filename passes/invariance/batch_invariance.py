@@ -23,6 +23,7 @@ from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass,
 from compiled_engine.passes.framework.matching import change, emit, is_call, named, only_user
 from compiled_engine.passes.invariance import row_functions
 from compiled_engine.passes.invariance.bit_check import RECURRENCES, check_bits
+from compiled_engine.passes.invariance.row_moves import mixes_tokens
 from compiled_engine.passes.linear import invariant_quantised, small_batch_linear_cpu
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
 from compiled_engine.passes.linear.invariant_product import MOST_SPREAD, TOKEN_BUCKETS
@@ -39,7 +40,7 @@ _OWN_OPS = frozenset(
         *("all_reduce_in_order", "vocabulary_part"),
     )
 )
-# Ops of torch that move, convert or choose elements, each row by itself.
+# Ops of torch that move, convert or choose elements. They keep tokens apart: see mixes_tokens.
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
@@ -195,6 +196,12 @@ def _require_invariant(node: fx.Node) -> None:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return
+    if (how := mixes_tokens(node)) is not None:
+        raise ValueError(
+            f"batch_invariant is True, but the model computes {node.name} by {target} {how}, so that a token's "
+            "values depend on the other tokens of a step; allowed: models that compute each token by itself, but for "
+            "attention and recurrences"
+        )
     name = target.name().partition(".")[0]
     if name in _OWN_OPS or name in _EXACT or (name in _MOVES and "reduce" not in target._overloadname):
         return

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariant_requests import alone, requests, together
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.tokenizer import Tokenizer
@@ -135,3 +137,52 @@ def test_a_model_with_another_op_is_refused_by_its_name(function: Any, name: str
     graph: fx.Graph = make_fx(function)(torch.randn(4, 16)).graph
     with pytest.raises(ValueError, match=f"batch_invariant is True, but the model computes .* by {name}"):
         BatchInvariance().run(graph)
+
+
+def any_number_of_rows(function: Any, x: torch.Tensor) -> fx.Graph:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.dim() - 1)])
+    with mode:
+        graph: fx.Graph = make_fx(function)(mode.from_tensor(x, symbolic_context=context)).graph
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: x.topk(2, 0)[0], "aten.topk.default"),
+        (lambda x: x.gather(0, x.long() * 0), "aten.gather.default"),
+        (lambda x: x.scatter(0, x.long() * 0, x), "aten.scatter.src"),
+        (lambda x: x[1:], "aten.slice.Tensor"),
+        (lambda x: x + x[0], "aten.select.int"),
+        (lambda x: x.split(x.shape[0] - 1)[0], "aten.split.Tensor"),
+        (lambda x: torch.cat((x, x)), "aten.cat.default"),
+        (lambda x: torch.index_select(x, 0, x[:, 0].long()), "aten.index_select.default"),
+        (lambda x: torch.embedding(x, x[:, 0].long()), "aten.embedding.default"),
+        (lambda x: x.t().sum(-1), "compiled_engine.row_function.default"),
+        (lambda x: x.t().softmax(-1), "compiled_engine.row_function.default"),
+        (lambda x: x.t().reshape(x.shape), "aten._unsafe_view.default"),
+        (lambda x: x + torch.arange(x.shape[0])[:, None], "aten.arange.default"),
+    ],
+    ids=lambda value: value.removeprefix("aten.") if isinstance(value, str) else "",
+)
+def test_moves_from_one_token_to_another_are_refused(function: Any, name: str) -> None:
+    """In a graph with any number of tokens, each of which has 16 elements."""
+    graph = any_number_of_rows(function, torch.randn(5, 16))
+    with pytest.raises(ValueError, match=f"the model computes .* by {name} .*, so that a token's values depend on"):
+        BatchInvariance().run(graph)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.topk(2, 1)[0].sum(-1),
+        lambda x: torch.cat((x, x[:, 3:5]), 1).t().unsqueeze(0),
+        lambda x: x[:].view(x.shape[0], 4, 4).mT.reshape(4 * x.shape[0], 4).softmax(-1).view(x.shape),
+        lambda x: x.scatter(1, x.topk(3)[1], 0.0),
+    ],
+)
+def test_moves_within_a_token_stay(function: Any) -> None:
+    graph = any_number_of_rows(function, x := torch.randn(5, 16))
+    BatchInvariance().run(graph)
+    torch.testing.assert_close(fx.GraphModule(torch.nn.Module(), graph)(x), function(x))
