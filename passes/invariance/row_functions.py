@@ -24,6 +24,7 @@ _OF_ELEMENTS = {
     aten.silu.default: "silu",
     aten.softplus.default: "softplus",
 }
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reference(x: torch.Tensor, function: str) -> torch.Tensor:
@@ -34,8 +35,11 @@ def reference(x: torch.Tensor, function: str) -> torch.Tensor:
 def row_reference(x_TN: torch.Tensor, function: str) -> torch.Tensor:
     """Return the softmax of each row of N elements, [T, N], or with function "sum" or "mean" one number, [T, 1].
 
-    With function "gated_silu", return silu(first half) * second half of each row, [T, N / 2].
+    With function "gated_silu", return silu(first half) * second half of each row, [T, N / 2]. Elements in 16 bits are
+    added in float32, as PyTorch adds them, and the result is rounded.
     """
+    if x_TN.dtype != torch.float32:
+        return row_reference(x_TN.float(), function).to(x_TN.dtype)
     if function == "softmax":
         return softmax(x_TN)
     if function == "gated_silu":
@@ -64,16 +68,19 @@ row_function = define_op(
 
 
 def replaced(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Replace a call that computes one of the functions in float32, and return the new node; None for other nodes."""
+    """Replace a call that computes one of the functions, and return the new node; None for other nodes.
+
+    Functions of elements must be in float32, and those of rows in the dtype of their elements.
+    """
     value = node.meta.get("val")
     is_call_of_values = node.op == "call_function" and bool(node.args) and isinstance(node.args[0], fx.Node)
-    if not is_call_of_values or not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+    if not is_call_of_values or not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
         return None
     target: Any = node.target
     given = arg(node, 0).meta["val"]
-    if node.kwargs or not isinstance(given, torch.Tensor) or given.dtype != torch.float32:
+    if node.kwargs or not isinstance(given, torch.Tensor) or given.dtype != value.dtype:
         return None
-    x, on_cpu = arg(node, 0), value.device.type == "cpu"
+    x, on_cpu = arg(node, 0), value.device.type == "cpu" and value.dtype == torch.float32
     of_row = _of_row(node)
     with graph.inserting_before(node):
         if on_cpu and target in _OF_ELEMENTS and len(node.args) == 1:

@@ -186,3 +186,22 @@ def test_moves_within_a_token_stay(function: Any) -> None:
     graph = any_number_of_rows(function, x := torch.randn(5, 16))
     BatchInvariance().run(graph)
     torch.testing.assert_close(fx.GraphModule(torch.nn.Module(), graph)(x), function(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softmax", "sum", "mean"])
+def test_rows_in_16_bits_are_added_in_one_order(name: str, dtype: torch.dtype) -> None:
+    """As routers normalise the weights of experts (LFM2-MoE): right, and with the same bits in every batch."""
+    function = getattr(torch, name)
+    x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    graph = any_number_of_rows(lambda x: function(x, -1), x)
+    BatchInvariance().run(graph)
+    found = fx.GraphModule(torch.nn.Module(), graph)
+    assert [torch.ops.compiled_engine.row_function.default] == [
+        node.target for node in graph.nodes if "row_function" in str(node.target)
+    ]
+    whole = found(x)
+    torch.testing.assert_close(whole, function(x.double(), -1).to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert all(
+        torch.equal(found(x[first : first + n]), whole[first : first + n]) for n in (1, 2, 33) for first in (0, 7)
+    )
