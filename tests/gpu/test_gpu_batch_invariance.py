@@ -55,7 +55,9 @@ def test_a_request_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("drafts", [{}, {"speculative_config": DRAFTS}], ids=["plain", "drafting"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "qwen3_next", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "nemotron_h"]
+)
 def test_models_with_experts_and_recurrences_too(name: str, drafts: dict[str, Any], tmp_path: Path) -> None:
     if name == "qwen3_moe":
         experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
