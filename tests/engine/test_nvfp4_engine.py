@@ -20,7 +20,11 @@ def test_each_format_is_decoded(form: str, bundled_model_path: Path, bundled_tok
     compare(tmp_path, oracle, prompts, exact=True, mode="eager", strict_passes=False)
 
 
-@pytest.mark.product(one_in=1000)
+# Attention's linears are in NVFP4 there too, on one rank and on two.
+@pytest.mark.shown_by(
+    "engine/test_packed_experts.py::test_experts_in_nvfp4_stay_in_codes",
+    "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_codes_are_computed_with(num_ranks: int, tmp_path: Path) -> None:
     """Shares of two ranks end inside groups."""

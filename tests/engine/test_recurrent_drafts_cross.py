@@ -27,7 +27,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VOCABULARY, MOST_DRAFTS, NUM_REQUESTS = 4096, 3, 24
+VOCABULARY, MOST_DRAFTS, NUM_REQUESTS = 4096, 3, 12
 # Few tokens a step, so that prompts come in chunks beside drafts.
 ENGINE: dict[str, Any] = {
     "device": "cpu",

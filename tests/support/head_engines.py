@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -44,8 +45,15 @@ def prompts(least: int = 5) -> list[dict[str, list[int]]]:
 
 
 def generate(llm: LLM, least: int = 5, **sampling: Any) -> list[list[int]]:
+    """Return the tokens of twelve requests that are sampled alike."""
+    return generate_each(llm, [sampling], least)
+
+
+def generate_each(llm: LLM, samplings: Sequence[dict[str, Any]], least: int = 5) -> list[list[int]]:
+    """Return the tokens of twelve requests, which take these kinds of sampling in turn."""
     params = [
-        SamplingParams(seed=i, max_tokens=14 + i, ignore_eos=True, detokenize=False, **sampling) for i in range(12)
+        SamplingParams(seed=i, max_tokens=14 + i, ignore_eos=True, detokenize=False, **samplings[i % len(samplings)])
+        for i in range(12)
     ]
     outputs = llm.generate(prompts(least), params, use_tqdm=False)
     llm.core.check_integrity()
