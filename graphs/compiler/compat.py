@@ -16,10 +16,12 @@ from torch import fx
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import mark_unbacked
 from torch._inductor import config as inductor_config
-from torch._inductor import cpu_vec_isa, standalone_compile
+from torch._inductor import standalone_compile
 from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compiled_engine.graphs.compiler.instruction_trials import trials
 
 # Dynamo would import these, some 400 modules, during a trace. By then other threads prepare kernels and compete for the
 # GIL, which Python releases at each file it reads.
@@ -114,9 +116,4 @@ def forget_compilations() -> None:
     for name, module in list(sys.modules.items()):  # C++ kernels are modules, which torch 2.11 would find here
         if name.endswith(".kernel") and str(getattr(module, "__file__", "")).endswith(".so"):
             del sys.modules[name]
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for isa in cpu_vec_isa.supported_vec_isa_list:
-        for kind in type(isa).__mro__:
-            for member in vars(kind).values():
-                if hasattr(member, "cache_clear"):
-                    member.cache_clear()
+    trials.forget_others()

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_tru
 
 from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.cpp_piece import CppPiece, piece_folder, read_output_code, write_cpp_piece
+from compiled_engine.graphs.compiler.instruction_trials import trials
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.trace import GuardError, require_no_guards
@@ -40,6 +41,8 @@ def compile_piece(entry: Path, key: str) -> float:
         require_open_sizes(shape_env)
         code = _output_code(entry / "inductor" / key)
         on_cpu = all(fake.device.type == "cpu" for fake in fakes if isinstance(fake, torch.Tensor))
+        if on_cpu:
+            trials.keep_or_write(entry / "inductor" / key)
         if on_cpu and (cpp_piece := _without_inductor(code, piece.graph)) is not None:
             write_cpp_piece(piece_folder(entry, key), cpp_piece, _compiled_kernel)
         else:

@@ -404,31 +404,20 @@ _GEMMA = {
     **{"layer_types": [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 4, "full_attention"]},
     **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131},
 }
-DRAWN = pytest.mark.product(one_in=1000)  # of two
-# Layers of one kind are among those of Gemma 4.
-SHOWN = pytest.mark.shown_by("graphs/test_repeated_layers.py::test_few_layers_of_transformers_code_are_traced")
-FOREIGN = [
+FOREIGN: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     # The loop over layers reads `block_type` of each; the only attention is behind a mixer and before an MLP.
-    pytest.param(
-        *("nemotron_h", {"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11), 5),
-        marks=DRAWN,
-    ),
+    "nemotron_h": ({"layers_block_type": _MIXERS, "num_hidden_layers": 12}, (0, 1, 2, 3, 8, 9, 10, 11), 5),
     # Attention of a class of ours, and slices that are the same for all layers: parts of complex numbers.
-    pytest.param("deepseek_v2", {"num_hidden_layers": 5, "first_k_dense_replace": 1}, (0, 1, 2, 4), 4, marks=DRAWN),
-    pytest.param("bloom", {"num_hidden_layers": 5}, (0, 1, 4), 3, marks=SHOWN),
-    ("gemma4_text", _GEMMA, (0, 1, 2, 3, 4, 5, 7, 8), 7),
-]
+    "deepseek_v2": ({"num_hidden_layers": 5, "first_k_dense_replace": 1}, (0, 1, 2, 4), 4),
+    "bloom": ({"num_hidden_layers": 5}, (0, 1, 4), 3),
+    "gemma4_text": (_GEMMA, (0, 1, 2, 3, 4, 5, 7, 8), 7),
+}
 
 
-@pytest.mark.parametrize(("name", "fields", "numbers", "num_pieces"), FOREIGN)
-def test_few_layers_of_transformers_code_are_traced(
-    name: str,
-    fields: dict[str, Any],
-    numbers: tuple[int, ...],
-    num_pieces: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_few_layers_of_transformers_code_are_traced(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fields, numbers, num_pieces = FOREIGN[name]
     write_checkpoint(tmp_path, replace(family(name), changes={**family(name).changes, **fields}))
     config = resolve(EngineOptions(model=tmp_path, load_format="dummy", device="cpu", skip_tokenizer_init=True))
     signature = forward_signature(config)
