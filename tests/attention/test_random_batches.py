@@ -11,14 +11,15 @@ from interpreting_process import interpret
 from random_batches import random_case, verdict
 
 COUNT, MORE = 24, 8
+# A batch takes the interpreter much longer.
+INTERPRETED = 12
 # Each batch on a GPU compiles kernels of its own.
 ON_A_GPU, PARTS = 6, 64
 
 
-def seeds(config: pytest.Config, part: int) -> range:
+def seeds(config: pytest.Config, part: int, count: int = COUNT) -> range:
     """Return the seeds of a part; with --all, `MORE` times as many."""
-    count = COUNT * (MORE if config.getoption("--all") else 1)
-    return range(1000 * part, 1000 * part + count)
+    return range(1000 * part, 1000 * part + count * (MORE if config.getoption("--all") else 1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
@@ -30,7 +31,7 @@ def test_on_a_cpu(backend: str, pytestconfig: pytest.Config) -> None:
 
 @loops_to_a_loaded_bound
 def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
-    numbers = seeds(pytestconfig, 1)
+    numbers = seeds(pytestconfig, 1, INTERPRETED)
     run = interpret(__file__, "-m", "random_batches", str(numbers.start), str(len(numbers)))
     found = json.loads(run.stdout or "{}")
     assert found.get("wrong") == {}, run.stdout[-2000:] + run.stderr[-2000:]
