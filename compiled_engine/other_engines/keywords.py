@@ -259,8 +259,8 @@ HONOURED: Rows = {
         {"fp8_per_tensor": "fp8", "fp8_per_block": "fp8_block"},
     ),
     "kv_cache_dtype": Honoured(
-        "`kv_cache_dtype`; `int8_per_token_head` is `int8`; `fp8` needs a compiled mode and, with `triton`, compute "
-        "capability 8.9; `int8` also runs in eager mode",
+        "`kv_cache_dtype`; `int8_per_token_head` is `int8`; `fp8` needs a compiled mode, except with latent "
+        "attention, and, with `triton`, compute capability 8.9; `int8` also runs in eager mode",
         choices={
             name: {"kv_cache_dtype": kept}
             for name, kept in {

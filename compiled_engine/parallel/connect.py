@@ -169,7 +169,7 @@ def _largest_bytes(config: EngineConfig) -> int:
 
     Logits are not exchanged where each rank has the whole vocabulary.
     """
-    scheduler, num_tokens = config.scheduler, local_model(config).vocab_size
+    scheduler, vocab_size = config.scheduler, local_model(config).vocab_size
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
-    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * num_tokens if num_tokens < config.model.vocab_size else 0
+    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * vocab_size if vocab_size < config.model.vocab_size else 0
     return max(hidden, logits) * config.model.dtype.itemsize

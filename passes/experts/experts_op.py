@@ -1,8 +1,9 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-There are kernels for a single token, unless weights have four bits, and for up to MOST_VECTOR_TOKENS tokens with
-weights in e2m1 (MXFP4, NVFP4). In all other cases, tokens are sorted by expert on the device, and each program takes a
-tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
+There are kernels for up to MOST_BY_TOKEN tokens that share few experts, unless weights have four bits, and for up to
+MOST_VECTOR_TOKENS tokens with weights in e2m1 (MXFP4, NVFP4). In all other cases, tokens are sorted by expert on the
+device, and each program takes a tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022,
+MegaBlocks).
 Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 

@@ -65,11 +65,16 @@ def distance(one: RequestOutput, other: RequestOutput) -> float:
     return max(abs(x[token_id].logprob - y[token_id].logprob) for x, y, token_id in pairs)
 
 
-@pytest.mark.shown_by(
+SHOWN_CACHE = pytest.mark.shown_by(
     "engine/test_packed_beside.py::test_adapters_and_drafts",
     "engine/test_coded_cache_engine.py::test_int8_gives_the_same_tokens_however_it_runs",
 )
-@pytest.mark.parametrize(("options", "share"), [({"quantization": "fp8"}, 0.3), ({"kv_cache_dtype": "int8"}, 0.1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"quantization": "fp8"}, 0.3), pytest.param({"kv_cache_dtype": "int8"}, 0.1, marks=SHOWN_CACHE)],
+)
 def test_with_codes_a_request_is_near_its_merged_model(
     base: Path, adapters: list[Path], options: dict[str, Any], share: float
 ) -> None:

@@ -13,7 +13,7 @@ from test_quantised_engine import EVEN, IDS, IGNORED, ODD, ONE_LAYER, PROMPTS, c
 DECODED = pytest.mark.shown_by(
     "engine/test_packed_engine.py::test_each_layout_is_decoded",
     "engine/test_packed_engine.py::test_odd_sizes",
-    "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
+    "passes/test_quantise.py::test_a_broken_linear_is_caught",
 )
 
 
@@ -68,7 +68,7 @@ def test_odd_sizes(
 # Codes on compiled ranks are those of NVFP4; what each rank reads of the others is verified on graphs.
 @pytest.mark.shown_by(
     "engine/test_packed_experts.py::test_experts_in_nvfp4_stay_in_codes",
-    "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
+    "passes/test_quantise.py::test_a_broken_linear_is_caught",
     "passes/test_quantise.py::test_reordered_columns_that_ranks_divide_are_decoded",
 )
 @pytest.mark.parametrize("packing", [ZEROS, REORDERED, AWQ], ids=KINDS)

@@ -34,9 +34,11 @@ def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
     compare(tmp_path / "packed", oracle, prompts, exact=True, mode="eager", strict_passes=False)
 
 
-# Compiled ranks read codes as those of NVFP4 do, whose shares end inside of groups too.
+# Eager ranks decode their shares. Codes of a rank's columns are checked as parameters, and compiled ranks read codes as
+# those of NVFP4 do.
 SHARES = pytest.mark.shown_by(
     "models/test_mxfp4.py::test_shares_that_end_inside_of_blocks_are_decoded",
+    "passes/test_quantised_parameters.py::test_matrices_stored_by_columns_have_codes_by_rows",
     "engine/test_packed_experts.py::test_ranks_have_parts_of_the_experts_of_gpt_oss",
     "engine/test_packed_experts.py::test_experts_in_nvfp4_stay_in_codes",
 )
@@ -56,7 +58,8 @@ def test_ranks_have_parts_of_the_experts_of_gpt_oss(num_ranks: int, mode: str, t
 
 
 def test_random_weights_of_gpt_oss(tmp_path: Path) -> None:
-    """Codes are of all kinds, and values as large as those of other weights. Shares what is compiled with the first."""
+    """Codes are of all kinds, and values as large as those of other weights. It needs the same compiled
+    model as the test of the codes."""
     oracle = write_mxfp4(tmp_path)
     ids = [token % oracle.config.vocab_size for token in IDS[3]]
     options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True, "compile_ranges": ()}
@@ -88,8 +91,11 @@ GROUPS, ZEROS, REORDERED = (
 )
 
 
-# Their codes and scales are those that tests of the loader compare.
-READ = pytest.mark.shown_by("models/test_packed_weights.py::test_codes_and_values_are_those_written")
+# Their codes and scales are those that tests of the loader compare, and the op computes with.
+READ = pytest.mark.shown_by(
+    "models/test_packed_weights.py::test_codes_and_values_are_those_written",
+    "passes/test_experts_op.py::test_in_the_interpreter",
+)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int,
 # Codes, ranks and the two kinds of code are independent.
 ALIKE = pytest.mark.shown_by(
     "engine/test_packed_experts.py::test_experts_in_nvfp4_stay_in_codes",
-    "passes/test_quantise_experts.py::test_every_pass_keeps_its_contract_and_its_verifier",
+    "passes/test_quantise_experts.py::test_a_broken_matrix_is_caught",
 )
 
 

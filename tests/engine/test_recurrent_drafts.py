@@ -145,20 +145,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-# Drafts are further rows of a step for compiled code, too.
-COMPILED = pytest.mark.shown_by(
-    "recurrence/test_recurrent_models.py::test_logprobs_of_a_compiled_model_are_those_of_transformers",
-    "engine/test_speculation.py::test_the_tokens_are_those_without_drafts",
-)
-
-
 @pytest.mark.parametrize(
     ("way", "num_drafts"),
     [
         ("eager", MOST_DRAFTS),
         ("few blocks, two steps in flight", MOST_DRAFTS),
         ("few snapshots", 5),  # more than a convolution has inputs
-        pytest.param("compiled", 2, marks=COMPILED),
+        ("compiled", 2),
     ],
 )
 def test_drafts_change_no_token(way: str, num_drafts: int, folder: Path, expected: list[Result]) -> None:

@@ -414,8 +414,11 @@ FOREIGN: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
 }
 
 
+SHOWN = pytest.mark.shown_by("graphs/test_repeated_layers.py::test_few_layers_of_transformers_code_are_traced")
+
+
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SHOWN) if name == "bloom" else name for name in FOREIGN])
 def test_few_layers_of_transformers_code_are_traced(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fields, numbers, num_pieces = FOREIGN[name]
     write_checkpoint(tmp_path, replace(family(name), changes={**family(name).changes, **fields}))

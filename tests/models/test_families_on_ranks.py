@@ -128,9 +128,9 @@ SUMS = {
 }
 
 
-@DRAWN
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.product(one_in=1000, each=("divides_norm",))
+@pytest.mark.parametrize(("name", "divides_norm"), [(name, name in ("granitemoehybrid", "falcon_h1")) for name in SUMS])
+def test_sums_of_the_graph_are_those_of_the_undivided_model(name: str, divides_norm: bool, tmp_path: Path) -> None:
     """A norm over a whole row has a sum of its own; queries, keys and values of delta rules are joined."""
     case = family(name).to_divide()
     layers = {field: kinds[:2] for field, kinds in case.changes.items() if field.endswith("layer_types")}

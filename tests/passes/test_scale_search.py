@@ -16,7 +16,7 @@ INTERPRETED = "import test_scale_search as tests; tests.check('cpu', (3, 40), (1
 
 
 def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return normal numbers of several magnitudes, with a row of zeros, and one that float32 hardly holds."""
+    """Return normal numbers of several magnitudes, with a row of zeros, and an element whose square is 0 in float32."""
     generator = torch.Generator().manual_seed(sum(shape))
     found = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
     found[-1] = 0

@@ -322,7 +322,7 @@ def test_sizes_that_cannot_be_are_refused(folder: Path, options: dict[str, Any],
 def test_a_folder_that_cannot_be_used_is_refused_before_weights_are_read(
     given: str, executor: str, folder: Path, tmp_path: Path
 ) -> None:
-    """The weights cannot be read either, which no start comes to see."""
+    """The file of the weights is broken, so a start that read it first would report that instead."""
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
     (tmp_path / "file").touch()
