@@ -43,25 +43,27 @@ def start_core(
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
     executor: Executor
-    with no_full_gc(), ExitStack() as if_it_fails:
-        files = open_block_files(config)  # before weights are read, which may take minutes
-        if files is not None:
-            if_it_fails.callback(files.close)
-        if config.parallel.executor == "multiprocess":
-            names = [given for given in logits_processors if isinstance(given, str)]
-            executor = MultiprocessExecutor(
-                config,
-                LaunchedWorkers.of(config),
-                timeline,
-                names,
-                progress=not isinstance(progress, SilentProgress),
-            )
-        else:
-            found = resolve_logits_processors(tuple(logits_processors))
-            executor = InProcessExecutor(config, progress, timeline, clock, make_features(), found)
+    with ExitStack() as if_it_fails:
+        with no_full_gc():
+            files = open_block_files(config)  # before weights are read, which may take minutes
+            if files is not None:
+                if_it_fails.callback(files.close)
+            if config.parallel.executor == "multiprocess":
+                names = [given for given in logits_processors if isinstance(given, str)]
+                executor = MultiprocessExecutor(
+                    config,
+                    LaunchedWorkers.of(config),
+                    timeline,
+                    names,
+                    progress=not isinstance(progress, SilentProgress),
+                )
+            else:
+                found = resolve_logits_processors(tuple(logits_processors))
+                executor = InProcessExecutor(config, progress, timeline, clock, make_features(), found)
+        features = plan_features(config, executor, files)
+        core = EngineCore(config, executor, clock, timeline.now() - start_s, features=features)
         if_it_fails.pop_all()
-    features = plan_features(config, executor, files)
-    return EngineCore(config, executor, clock, timeline.now() - start_s, features=features)
+    return core
 
 
 def start_cores(

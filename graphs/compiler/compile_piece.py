@@ -41,8 +41,7 @@ def compile_piece(entry: Path, key: str) -> float:
         require_open_sizes(shape_env)
         code = _output_code(entry / "inductor" / key)
         on_cpu = all(fake.device.type == "cpu" for fake in fakes if isinstance(fake, torch.Tensor))
-        if on_cpu:
-            trials.keep_or_write(entry / "inductor" / key)
+        trials.keep_or_write(entry / "inductor" / key)
         if on_cpu and (cpp_piece := _without_inductor(code, piece.graph)) is not None:
             write_cpp_piece(piece_folder(entry, key), cpp_piece, _compiled_kernel)
         else:

@@ -38,7 +38,7 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         if rounding.rows == 1 and _has_kernel(tiles_RrCc):
             from compiled_engine.kernels.scale_search import searched_scales  # Triton is not installed everywhere
 
-            found_G = searched_scales(tiles_RrCc.flatten(0, 2), _factors(rounding), SMALLEST_MAXIMUM, zero)
+            found_G = searched_scales(tiles_RrCc.flatten(0, 2).contiguous(), _factors(rounding), SMALLEST_MAXIMUM, zero)
             return found_G.unflatten(0, (len(tiles_RrCc), -1))
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
         rows = max(1, at_once // tiles_RrCc[0].numel())

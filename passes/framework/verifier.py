@@ -148,7 +148,7 @@ def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple
 def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node], run: _Run) -> None:
     old_leaves, old_inner = _region(old, set(same.values()) - {old})
     # An allocation that stayed has its recorded value: the calls that write to it have stayed, too.
-    is_known = is_call(new, *ALLOCATIONS) and same[new] is not old
+    is_known = is_call(new, *ALLOCATIONS) and same.get(new, old) is not old
     new_leaves, new_inner = ([new], []) if is_known else _region(new, set(same) - {new})
 
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:

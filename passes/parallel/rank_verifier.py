@@ -124,7 +124,7 @@ class _Rank:
             return shard.of(value, self._rank, self._num_ranks)
         if node in self._packed:
             shard = self._packed[node]
-            return self._packed_part(value, shard, value.shape.index(_total(shard)))
+            return self._packed_part(value, shard, _divided_dim(node, value, _total(shard)))
         local = node.meta.get("val")
         if (packed := _split_shard(node, self._packed)) is not None:
             each = zip(value, _sections_of_items(packed, node), strict=True)
@@ -198,6 +198,13 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
         if product is not None and shard is not None and len(shard.sections) > 1 and not shard.divides_input:
             found[node] = product
     return found
+
+
+def _divided_dim(node: fx.Node, whole: torch.Tensor, total: int) -> int:
+    """Return the dimension of `total` elements that a rank has a part of. The number of tokens may be as large."""
+    local = node.meta["val"].shape
+    sizes = enumerate(zip(whole.shape, local, strict=True))
+    return next(dim for dim, (size, part) in sizes if size == total and isinstance(part, int) and part != size)
 
 
 def _packed_values(

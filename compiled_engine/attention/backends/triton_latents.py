@@ -30,7 +30,7 @@ from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, block
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.triton_codes import ONE_SCALE, bfloat16_values, numbers, product_type
+from compiled_engine.attention.triton_codes import ONE_SCALE, bfloat16_values, numbers
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.kv_format import is_coded
@@ -189,7 +189,6 @@ def attend_latents_kernel(
     tokens_M = (start + queries_M).to(tl.int64)
     q_rows_M = tl.multiple_of(tokens_M * q_token_stride, 8) + heads_M * Q_HEAD_STRIDE
     q_MR = tl.load(q_ptr + q_rows_M[:, None] + r_R[None, :], mask=mask_M[:, None] & of_latent_R[None, :], other=0.0)
-    q_MR = product_type(q_MR, cache_ptr.dtype.element_ty)
     rotated_M = tl.multiple_of(tokens_M * rotated_token_stride, ROTATED_MULTIPLE) + heads_M * ROTATED_HEAD_STRIDE
     q_MP = tl.load(
         rotated_ptr + rotated_M[:, None] + p_P[None, :], mask=mask_M[:, None] & of_rotated_P[None, :], other=0.0
@@ -213,6 +212,7 @@ def attend_latents_kernel(
         rotated_NP = tl.load(
             rotated_ptr_N[:, None] + p_P[None, :], mask=stored_N[:, None] & of_rotated_P[None, :], other=0.0
         )
+        # In the type of queries: absorbed ones may be too large for float16.
         latent_NR = numbers(latent_NR, q_MR.dtype)
         scores_MN = tl.dot(q_MR, tl.trans(latent_NR), input_precision="ieee")
         scale_N = None
