@@ -13,7 +13,7 @@ import triton
 from hopper_compilation import compiled_for_hopper, registers, stack_bytes
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
-from latent_cases import CASES, CODED_CASES, LatentCase, mistake, random_case
+from latent_cases import CASES, CODED_CASES, DECODES, LatentCase, mistake, random_case
 
 from compiled_engine.attention.backend import choose_backend, get_backend
 from compiled_engine.attention.backends import latent_step
@@ -66,6 +66,13 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
     assert mistakes(backend, "cuda", [dtype]) == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("storage", sorted({*BY_OPTION.values()}))
+def test_absorbed_queries_may_be_larger_than_float16_holds(storage: str, device: str) -> None:
+    case = LatentCase("small latents", DECODES, storage=storage, latent_size=2.0**-14)
+    assert mistake("torch" if device == "cpu" else "triton", case, device, torch.bfloat16) is None
 
 
 def test_backends_without_such_a_kernel_refuse() -> None:

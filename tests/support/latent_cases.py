@@ -40,6 +40,7 @@ class LatentCase:
     captured: bool = False  # the host does not know which requests are decodes, as in a captured graph
     most_bytes: int = 0  # memory for expanded keys and values; 0: that of the backend
     storage: str = AUTO  # of rows, see kv_format
+    latent_size: float = 1.0  # of latents' elements; those of the weight are as many times larger as these are smaller
 
     def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         """Return the facts of the case by which a backend decides whether it supports it."""
@@ -127,12 +128,14 @@ def mistake(backend_name: str, case: LatentCase, device: str, dtype: torch.dtype
     inputs = attention_inputs_of(step, backend_name)
     assert inputs.seq_lens_R.numel() == num_rows
     # Rotated parts, which are not normalised, are larger than latents.
-    sizes_w = torch.tensor([1.0] * case.latent_dim + [3.0] * case.rotated).to(device, dtype)
+    sizes_w = torch.tensor([case.latent_size] * case.latent_dim + [3.0] * case.rotated).to(device, dtype)
     contexts = [random(sum(span), width) * sizes_w for span in case.spans]
     cache = _cache_with(case, contexts, tables, dtype, new=False)
     expected_cache = _cache_with(case, contexts, tables, dtype, new=True)
     q_THd = random(total, case.num_heads, case.own + case.rotated)
-    weight_Cr = random(case.num_heads * (case.own + case.value_dim), case.latent_dim) * case.latent_dim**-0.5
+    weight_Cr = random(case.num_heads * (case.own + case.value_dim), case.latent_dim) * (
+        case.latent_dim**-0.5 / case.latent_size
+    )
     new_T1w = torch.cat([*(x[before:] for x, (before, _) in zip(contexts, case.spans, strict=True))])[:, None]
     new_T1w = torch.cat((new_T1w, new_T1w.new_full((case.padding, 1, width), math.nan)))
     out_THv = torch.full((total, case.num_heads, case.value_dim), math.nan, dtype=dtype, device=device)
