@@ -42,6 +42,11 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     return {"DEPENDENT_LAUNCH": False}
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the device is a Hopper GPU, for whose shared memory and instructions some tiles are."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
     """Return the registers per thread of the computing warps, for a kernel in which other warps copy.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, is_hopper, next_power_of_2
 from compiled_engine.passes.experts import experts_e2m1, invariant_experts
 from compiled_engine.passes.experts.experts_by_token import (
     by_token_down_kernel,
@@ -214,8 +214,7 @@ class _Weights:
             return invariant_tiles(num_tokens, dtype), False, False
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
-        device = self.down.values.device
-        large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        large = is_hopper(self.down.values.device)
         if self.are_e2m1 and decodes_first(num_tokens, share):
             return grouped_tiles(num_tokens, dtype, share, large=large), False, True
         if self.are_e2m1 and self.gate_up.has_words and self.down.has_words:

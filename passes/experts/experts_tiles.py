@@ -34,6 +34,14 @@ class GroupedTiles:
     num_stages: int
 
 
+def _tokens_per_expert(num_tokens: int, share: float) -> float:
+    """Return the mean number of tokens per expert in a step of the next larger of TOKEN_COUNTS.
+
+    share: fraction of the experts that a token chooses.
+    """
+    return share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+
+
 def grouped_tiles(
     num_tokens: int,
     dtype: torch.dtype,
@@ -46,15 +54,15 @@ def grouped_tiles(
 ) -> GroupedTiles:
     """Choose tiles by the mean number of tokens per expert, and by the numbers of columns of both weights.
 
-    The mean is taken at the next larger of TOKEN_COUNTS. share: fraction of the experts that a token chooses. coded:
-    whether the weights are 8-bit codes. large: whether shared memory has room for the largest tiles, as on Hopper.
+    share: see _tokens_per_expert. coded: whether the weights are 8-bit codes. large: whether shared memory has room for
+    the largest tiles, as on Hopper.
 
     A tile computes as much for few tokens as for many, so it has hardly more tokens than an expert. Tiles of values are
     the fastest on an NVIDIA H200 for 64, 128 and 256 experts.
     """
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
-    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    per_expert = _tokens_per_expert(num_tokens, share)
     if per_expert <= 8 or num_tokens <= FEW_TOKENS:
         if hidden_size % 128 or width % 128:
             return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
@@ -91,13 +99,12 @@ def invariant_tiles(num_tokens: int, dtype: torch.dtype) -> GroupedTiles:
 def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
     """Choose tiles for codes of four bits, by the mean number of tokens per expert.
 
-    The mean is taken at the next larger of TOKEN_COUNTS. share: fraction of the experts that a token chooses.
-    by_exponents: whether the scales are those of MXFP4.
+    share: see _tokens_per_expert. by_exponents: whether the scales are those of MXFP4.
 
     With few tokens, decoding takes most of the time, so a block usually has all tokens of an expert. Two warps compute
     small matrix products, in which a thread decodes four bytes at once; more warps compute those of 64 rows.
     """
-    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    per_expert = _tokens_per_expert(num_tokens, share)
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
@@ -126,11 +133,10 @@ def decodes_first(num_tokens: int, share: float) -> bool:
 def words_tiles(num_tokens: int, dtype: torch.dtype, share: float) -> GroupedTiles:
     """Choose tiles for MXFP4 codes that are decoded in whole words.
 
-    share: fraction of the experts that a token chooses. The mean number of tokens per expert decides, as in
-    packed_tiles. Blocks of more than 64 tokens are slower, since each thread keeps the sums of all tokens of a block,
-    besides the values that it decodes.
+    The mean number of tokens per expert decides. share: see _tokens_per_expert. Blocks of more than 64 tokens are
+    slower, since each thread keeps the sums of all tokens of a block, besides the values that it decodes.
     """
-    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    per_expert = _tokens_per_expert(num_tokens, share)
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=128, num_warps=2, num_stages=2)
     if per_expert <= 4:

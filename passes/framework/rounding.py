@@ -35,7 +35,7 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scale with which to quantise each tile of the values, fp32 [R, C]. `rounding` has the tiles' size."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if (zero := rounding.format.zero) is not None:
-        if rounding.rows == 1 and _has_kernel(tiles_RrCc):
+        if _has_kernel(tiles_RrCc):
             from compiled_engine.kernels.scale_search import searched_scales  # Triton is not installed everywhere
 
             found_G = searched_scales(tiles_RrCc.flatten(0, 2).contiguous(), _factors(rounding), SMALLEST_MAXIMUM, zero)
@@ -57,8 +57,8 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _has_kernel(tiles_RrCc: torch.Tensor) -> bool:
-    size = tiles_RrCc.shape[-1]
-    return tiles_RrCc.device.type == "cuda" and size & (size - 1) == 0 and size <= MOST_SEARCHED
+    _, rows, _, size = tiles_RrCc.shape
+    return tiles_RrCc.device.type == "cuda" and rows == 1 and size & (size - 1) == 0 and size <= MOST_SEARCHED
 
 
 def _factors(rounding: Rounding) -> tuple[float, ...]:

@@ -31,6 +31,7 @@ from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, fi
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of, tile_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.boxes import Box
+from compiled_engine.kernels.launch_arguments import is_hopper
 from compiled_engine.kernels.launcher import quick_launches
 
 # Rows of a tile (queries times the heads that share a K/V head), half of them for each group of warps; its keys.
@@ -477,8 +478,7 @@ def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int,
         and scoring.sinks_H is None
         and kv_cache_N2PKd.shape[-1] in HEAD_DIMS
         and q_THd.element_size() == 2
-        and q_THd.device.type == "cuda"
-        and torch.cuda.get_device_capability(q_THd.device)[0] == 9
+        and is_hopper(q_THd.device)
     )
 
 

@@ -27,7 +27,7 @@ from compiled_engine.attention.latents import (
     value_weights,
     write_values,
 )
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, is_hopper, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
 # Tokens, elements of results and elements that are added up at a time, of a tile of multiply_kernel.
@@ -175,8 +175,3 @@ def _attend_absorbed(
     latents_THr = queries_of_latents(q_THd, weight_Cr, heads)
     attend_rows(latents_THr, q_THd[..., heads.own :], cache_N1P1w, requests, scale)
     write_values(latents_THr, weight_Cr, heads, out_THv)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Return whether tiles may take Hopper's shared memory."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
