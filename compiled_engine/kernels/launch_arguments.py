@@ -42,6 +42,11 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     return {"DEPENDENT_LAUNCH": False}
 
 
+def register_limit(most: int) -> dict[str, int]:
+    """Return launch arguments that limit a thread to `most` registers; none for AMD GPUs, which lack this limit."""
+    return {"maxnreg": most} if torch.version.hip is None else {}
+
+
 def is_hopper(device: torch.device) -> bool:
     """Return whether the device is a Hopper GPU, for whose shared memory and instructions some tiles are."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

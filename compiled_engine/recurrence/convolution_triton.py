@@ -197,12 +197,14 @@ def keep_inputs_kernel(
     row = tl.load(rows_ptr + place).to(tl.int64)
     start = tl.load(query_start_loc_ptr + place)
     length = tl.load(query_start_loc_ptr + place + 1) - start
-    num_before = tl.load(seq_lens_ptr + place) - length
+    seq_len = tl.load(seq_lens_ptr + place)
+    num_before = seq_len - length
     num_missing = 0  # tokens of drafts that do not exist
     if SLOTS > W - 1:
-        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS - W + 1)
-        if num_drafts < 0:
-            return
+        row, length, follows_D = request_of_row(
+            *(row, length, seq_len, rows_ptr, seq_lens_ptr, place, num_rows, SLOTS - W + 1)
+        )
+        num_drafts = tl.sum(follows_D, 0)
         length += num_drafts
         num_missing = rows_of_each - 1 - num_drafts
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
@@ -233,12 +235,15 @@ def keep_inputs_kernel(
             out_ptrs_D = out_ptr + (start + token).to(tl.int64) * D + channel_D
             tl.store(out_ptrs_D, tl.zeros([TILE_D], out_ptr.dtype.element_ty), mask=inside_D)
     for back in tl.static_range(SLOTS):
-        source_D = zero_D + length - 1 - back
-        kept_D = real_D & (source_D >= 0)
-        x_offsets_D = (first_D + source_D) * x_stride + channel_D
-        factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
-        x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, kept_D)
-        tl.store(state_ptrs_D + (num_before + source_D) % SLOTS, x_D, mask=kept_D)
+        # Decodes have few tokens, and a round without a token to keep still costs its barriers. Prompts fill all slots,
+        # and without branches their loads overlap.
+        if not COMPUTES or back < length:
+            source_D = zero_D + length - 1 - back
+            kept_D = real_D & (source_D >= 0)
+            x_offsets_D = (first_D + source_D) * x_stride + channel_D
+            factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
+            x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, kept_D)
+            tl.store(state_ptrs_D + (num_before + source_D) % SLOTS, x_D, mask=kept_D)
 
 
 def convolve_triton(

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, with_dense_items
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, register_limit, with_dense_items
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.decays_by_element_triton import element_products
 from compiled_engine.recurrence.delta_rule import EPS
 from compiled_engine.recurrence.matrix_states import Drafted
-from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update
+from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update, tokens_of_state
 from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -26,17 +26,17 @@ CHUNK = 16
 # (elements of the value of a program, warps) for chunks and for single tokens. Tokens one by one wait for each other's
 # loads, so more and smaller programs are faster, above all with drafts.
 TILES_OF_CHUNKS, TILES_OF_TOKENS = (32, 4), (16, 1)
+# The most registers of a thread for single tokens in an engine with drafts, where a token decays a state by one number,
+# and by one for each element of a key. A compiler would use more, and a multiprocessor run fewer programs at a time.
+REGISTERS_OF_TOKENS, REGISTERS_OF_TOKENS_BY_ELEMENT = 168, 200
 
 
 @triton.jit
-def _loaded(
-    ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
-) -> tl.tensor:
-    """Load the queries or keys of a chunk, and return them multiplied by `scale`, fp32 [chunk, k].
+def _scaled(x_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr) -> tl.tensor:
+    """Return the queries or keys of a chunk, fp32 [chunk, k], multiplied by `scale`.
 
     NORMALISES: first divide each query or key by its L2 norm. EPS is added to the squared norm.
     """
-    x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
     if NORMALISES:
         x_Ck *= tl.rsqrt(tl.sum(x_Ck * x_Ck, 1) + EPS)[:, None]
     return x_Ck * scale
@@ -100,7 +100,7 @@ def delta_rule_kernel(
     IN_TWO: this is one of two launches. The launch with CHUNK 1 processes only rows of one token. The other processes
         only rows of several tokens, whose states never have drafts to apply.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
-    SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
+    SCALE: factor of the queries. EPS, NORMALISES: see _scaled. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.
     """
     head, place = tl.program_id(1), tl.program_id(2) * rows_of_each
@@ -118,11 +118,11 @@ def delta_rule_kernel(
         if is_of_other:
             return
     if SLOTS > 0 and CHUNK == 1:
-        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
-        if num_drafts < 0:
-            return
-        length += num_drafts
-        num_missing = rows_of_each - 1 - num_drafts
+        row, length, follows_D = request_of_row(
+            *(row, length, seq_len, rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
+        )
+        first_v = tl.program_id(0) * TILE_V
+        num_applied = tokens_of_state(lengths_ptr, row * H + head, first_v, num_before, V)
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_v = tl.zeros([TILE_V], tl.int64)
     continues_v = in_v & (zero_v + row >= 0) & (zero_v + num_before > 0)
@@ -130,10 +130,9 @@ def delta_rule_kernel(
     in_kv = in_k[:, None] & in_v[None, :]
     state_kv = tl.load(state_ptrs_kv, mask=in_k[:, None] & continues_v[None, :], other=0.0)
     if SLOTS > 0 and CHUNK == 1:
-        state_kv = apply_drafts(
-            *(state_kv, drafts_ptr, lengths_ptr, row * H + head, num_before, continues_v),
-            *(k_k, v_v, in_k, in_v, K, V, SLOTS, DECAYS),
-        )
+        num_drafts = tl.sum(follows_D, 0)
+        length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     place_C = tl.arange(0, CHUNK)
     lower_CC, diagonal_CC = place_C[:, None] > place_C[None, :], place_C[:, None] == place_C[None, :]
     origin = 0
@@ -149,8 +148,13 @@ def delta_rule_kernel(
         in_Ck, in_Cv = real_C[:, None] & in_k[None, :], real_C[:, None] & in_v[None, :]
         q_ptrs_Ck = q_ptr + token_C[:, None] * q_stride + qk_head + k_k[None, :]
         k_ptrs_Ck = k_ptr + token_C[:, None] * k_stride + qk_head + k_k[None, :]
-        q_Ck = _loaded(q_ptrs_Ck, in_Ck, SCALE, EPS, NORMALISES)
-        k_Ck = _loaded(k_ptrs_Ck, in_Ck, 1.0, EPS, NORMALISES)
+        # A chunk's are scaled at once, to need few registers; a token's behind all its loads, which then do not wait.
+        q_Ck = tl.load(q_ptrs_Ck, mask=in_Ck, other=0.0).to(tl.float32)
+        if CHUNK > 1:
+            q_Ck = _scaled(q_Ck, SCALE, EPS, NORMALISES)
+        k_Ck = tl.load(k_ptrs_Ck, mask=in_Ck, other=0.0).to(tl.float32)
+        if CHUNK > 1:
+            k_Ck = _scaled(k_Ck, 1.0, EPS, NORMALISES)
         v_ptrs_Cv = v_ptr + token_C[:, None] * v_stride + head * V + v_v[None, :]
         v_Cv = tl.load(v_ptrs_Cv, mask=in_Cv, other=0.0).to(tl.float32)
         if DECAYS == 1:
@@ -159,7 +163,15 @@ def delta_rule_kernel(
             g_ptrs_Ck = g_ptr + token_C[:, None] * g_stride + head * K + k_k[None, :]
             g_Ce = tl.load(g_ptrs_Ck, mask=in_Ck, other=0.0).to(tl.float32)
         beta_C = tl.load(beta_ptr + token_C * beta_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        if SLOTS > 0 and CHUNK == 1:
+            # Only before the first token. It is here so that the token's loads do not wait for num_applied.
+            state_kv = apply_drafts(
+                *(state_kv, drafts_ptr, row * H + head, num_applied, num_before),
+                *(k_k, v_v, in_k, in_v, K, V, SLOTS, DECAYS),
+            )
+            num_applied = num_before
         if CHUNK == 1:
+            q_Ck, k_Ck = _scaled(q_Ck, SCALE, EPS, NORMALISES), _scaled(k_Ck, 1.0, EPS, NORMALISES)
             q_k, k_k1, v_1v = tl.sum(q_Ck, 0), tl.sum(k_Ck, 0)[:, None], v_Cv
             if DECAYS == 1:
                 state_kv *= tl.exp(tl.sum(g_Ce, 0))
@@ -255,6 +267,7 @@ def apply_rule_triton(
     chunks = (1,) if each_alone or invariant else (CHUNK,) if drafted is None else (CHUNK, 1)
     rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
     by_element = g_TH.dim() == 3
+    registers = REGISTERS_OF_TOKENS_BY_ELEMENT if by_element else REGISTERS_OF_TOKENS
     products: tuple[torch.Tensor | None, ...] = (None, None)
     if by_element and CHUNK in chunks:
         products = element_products(q_TGk, k_TGk, g_TH, normalises, EPS)
@@ -293,5 +306,6 @@ def apply_rule_triton(
             TILE_V=tile_v,
             PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
             num_warps=num_warps,
+            **(register_limit(registers) if drafted is not None and chunk == 1 else {}),
             enable_fp_fusion=not invariant,  # which product of a sum is fused may differ between the updates of drafts
         )

@@ -12,13 +12,26 @@ import triton.language as tl
 
 
 @triton.jit
+def tokens_of_state(
+    lengths_ptr: tl.tensor, head_row: tl.tensor, first_v: tl.tensor, num_before: tl.tensor, V: tl.constexpr
+) -> tl.tensor:
+    """Return how many of a request's tokens the state includes; accepted drafts of the previous step are not included.
+
+    lengths_ptr: the numbers, one for each column of the state, so that each program writes its own. They are equal, and
+    first_v is a column of this program. num_before: the number of the request's tokens before this step. Without
+    earlier tokens, or if head_row is negative (padding), nothing is loaded, and the result is num_before.
+    """
+    continues = (head_row >= 0) & (num_before > 0)
+    return tl.load(lengths_ptr + head_row * V + first_v, mask=continues, other=num_before)
+
+
+@triton.jit
 def apply_drafts(
     state_kv: tl.tensor,
     drafts_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
     head_row: tl.tensor,
+    num_applied: tl.tensor,
     num_before: tl.tensor,
-    continues_v: tl.tensor,
     k_k: tl.tensor,
     v_v: tl.tensor,
     in_k: tl.tensor,
@@ -30,11 +43,9 @@ def apply_drafts(
 ) -> tl.tensor:
     """Apply the updates of the previous step's accepted drafts to a state, and return the new state.
 
-    num_before: the number of the request's tokens before this step. lengths_ptr: how many of them were applied to each
-    column of the state; the others are accepted drafts. continues_v: which columns exist and belong to a request with
-    earlier tokens; only these have a length. drafts_ptr: see matrix_states.Drafted. DECAYS: numbers in g, 1 or K.
+    num_before: the number of the request's tokens before this step. num_applied: how many of them the state includes;
+    the others are accepted drafts. drafts_ptr: see matrix_states.Drafted. DECAYS: numbers in g, 1 or K.
     """
-    num_applied = tl.max(tl.load(lengths_ptr + head_row * V + v_v, mask=continues_v, other=0), 0)
     update_ptr = drafts_ptr + head_row * SLOTS * (K + V + DECAYS)
     for position in range(num_applied, num_before):
         slot_ptr = update_ptr + (position % SLOTS) * (K + V + DECAYS)

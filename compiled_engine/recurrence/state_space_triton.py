@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, with_dense_items
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2, register_limit, with_dense_items
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.recurrence.matrix_states import Drafted
-from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update
+from compiled_engine.recurrence.matrix_states_triton import apply_drafts, end_request, store_update, tokens_of_state
 from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -25,6 +25,8 @@ CHUNK, CHUNK_TILE_V, CHUNK_WARPS = 32, 64, 8
 LARGE_K = 256
 # Elements of a head per program, and warps, of programs that process one token after another.
 TILE_V, WARPS = 32, 4
+# The most registers of a thread of these programs in an engine with drafts, see delta_rule_triton.
+REGISTERS = 128
 
 
 @triton.jit
@@ -108,11 +110,11 @@ def state_space_kernel(
         if is_of_other:
             return
     if SLOTS > 0 and CHUNK == 1:
-        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
-        if num_drafts < 0:
-            return
-        length += num_drafts
-        num_missing = rows_of_each - 1 - num_drafts
+        row, length, follows_D = request_of_row(
+            *(row, length, seq_len, rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
+        )
+        first_v = tl.program_id(0) * TILE_V
+        num_applied = tokens_of_state(lengths_ptr, row * H + head, first_v, num_before, V)
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_v = tl.zeros([TILE_V], tl.int64)
     continues_v = in_v & (zero_v + row >= 0) & (zero_v + num_before > 0)
@@ -120,10 +122,9 @@ def state_space_kernel(
     in_kv = in_k[:, None] & in_v[None, :]
     state_kv = tl.load(state_ptrs_kv, mask=in_k[:, None] & continues_v[None, :], other=0.0)
     if SLOTS > 0 and CHUNK == 1:
-        state_kv = apply_drafts(
-            *(state_kv, drafts_ptr, lengths_ptr, row * H + head, num_before, continues_v),
-            *(k_k, v_v, in_k, in_v, K, V, SLOTS),
-        )
+        num_drafts = tl.sum(follows_D, 0)
+        length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     decay = tl.load(A_ptr + head).to(tl.float32)
     skip = tl.load(D_ptr + head).to(tl.float32)
     bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -140,6 +141,13 @@ def state_space_kernel(
         x_ptrs_Cv = x_ptr + token_C[:, None] * x_stride + head * V + v_v[None, :]
         x_Cv = tl.load(x_ptrs_Cv, mask=in_Cv, other=0.0).to(tl.float32)
         dt_C = tl.load(dt_ptr + token_C * dt_stride + head, mask=real_C, other=0.0).to(tl.float32)
+        if SLOTS > 0 and CHUNK == 1:
+            # Only before the first token, see delta_rule_triton.
+            state_kv = apply_drafts(
+                *(state_kv, drafts_ptr, row * H + head, num_applied, num_before),
+                *(k_k, v_v, in_k, in_v, K, V, SLOTS),
+            )
+            num_applied = num_before
         dt_C = tl.where(real_C, _step_sizes(dt_C + bias, LEAST, MOST), 0.0)
         g_C, v_Cv = dt_C * decay, dt_C[:, None] * x_Cv
         if CHUNK == 1:
@@ -235,5 +243,6 @@ def scan_triton(
             TILE_V=tile_v,
             PRECISION="ieee" if x_THv.dtype == torch.float32 else "tf32",
             num_warps=num_warps,
+            **(register_limit(REGISTERS) if drafted is not None and chunk == 1 else {}),
             enable_fp_fusion=not invariant,  # see delta_rule_triton
         )

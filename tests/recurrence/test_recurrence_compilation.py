@@ -10,8 +10,14 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.recurrence import convolution_triton
 from compiled_engine.recurrence.decays_by_element_triton import element_products_kernel
-from compiled_engine.recurrence.delta_rule_triton import TILES_OF_CHUNKS, TILES_OF_TOKENS, delta_rule_kernel
-from compiled_engine.recurrence.state_space_triton import state_space_kernel
+from compiled_engine.recurrence.delta_rule_triton import (
+    REGISTERS_OF_TOKENS,
+    REGISTERS_OF_TOKENS_BY_ELEMENT,
+    TILES_OF_CHUNKS,
+    TILES_OF_TOKENS,
+    delta_rule_kernel,
+)
+from compiled_engine.recurrence.state_space_triton import REGISTERS, state_space_kernel
 
 # Of LFM2-1.2B.
 SHAPE: dict[str, Any] = {"D": 2048, "W": 3, "ACTIVATION": "", "DEPENDENT_LAUNCH": True}
@@ -53,7 +59,8 @@ def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) 
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")
-    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=num_warps)
+    options = {"num_warps": num_warps} | ({"maxnreg": REGISTERS_OF_TOKENS} if drafts and chunk == 1 else {})
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, **options)
     assert stack_bytes(program) == 0
 
 
@@ -74,7 +81,8 @@ def test_the_kernel_of_decays_by_element_compiles_for_hopper(chunk: int, drafts:
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr", "g_ptr", "keys_ptr", "scores_ptr"), "*fp32")
-    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=num_warps)
+    options = {"num_warps": num_warps} | ({"maxnreg": REGISTERS_OF_TOKENS_BY_ELEMENT} if drafts else {})
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, **options)
     assert stack_bytes(program) <= stack
 
 
@@ -98,7 +106,7 @@ def test_the_kernel_of_state_space_models_compiles_for_hopper(chunk: int, state_
     constants |= {"SLOTS": 2 * drafts + 1} if drafts else {"SLOTS": 0, "drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in state_space_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr", "A_ptr"), "*fp32")
-    warps = 4 if chunk == 1 else 8
-    program = compiled_for_hopper(state_space_kernel, constants, types, aligned=pointers, num_warps=warps)
+    options = {"num_warps": 4, "maxnreg": REGISTERS} if chunk == 1 else {"num_warps": 8}
+    program = compiled_for_hopper(state_space_kernel, constants, types, aligned=pointers, **options)
     assert stack_bytes(program) == 0
     assert "lg2.approx" not in program.asm["ptx"]  # its error next to 1 is that of small step sizes
