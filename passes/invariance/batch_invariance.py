@@ -24,9 +24,13 @@ from compiled_engine.passes.framework.matching import change, emit, is_call, nam
 from compiled_engine.passes.invariance import row_functions
 from compiled_engine.passes.invariance.bit_check import RECURRENCES, check_bits
 from compiled_engine.passes.invariance.row_moves import mixes_tokens
-from compiled_engine.passes.linear import invariant_quantised, small_batch_linear_cpu
+from compiled_engine.passes.linear import (
+    invariant_hopper,
+    invariant_product,
+    invariant_quantised,
+    small_batch_linear_cpu,
+)
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
-from compiled_engine.passes.linear.invariant_product import MOST_SPREAD, TOKEN_BUCKETS
 from compiled_engine.passes.linear.linears import Linear, linear_of, multiplied_values
 from compiled_engine.passes.parallel.tensor_parallel import all_reduce, all_reduce_in_order
 from compiled_engine.quantisation import Rounding
@@ -58,9 +62,20 @@ _EXACT = frozenset(
         *("minimum", "maximum", "clamp", "clamp_min", "lt", "le", "gt", "ge", "eq", "ne"),
     )
 )
-# The token counts at which invariant_product and experts change their tiles, or a product the programs of its parts.
-# None changes a sum.
-_TOKEN_COUNTS = tuple(sorted({*TOKEN_BUCKETS, MOST_SPREAD, FEW_TOKENS, SOME_TOKENS}))
+# The token counts at which linears and experts change their tiles, or a product the programs of its parts. None changes
+# a sum.
+_TOKEN_COUNTS = tuple(
+    sorted(
+        {
+            *(invariant_product.MOST_SPREAD, FEW_TOKENS, SOME_TOKENS),
+            *invariant_product.TOKEN_BUCKETS,
+            *invariant_hopper.TOKEN_COUNTS,
+            *invariant_quantised.TOKEN_BUCKETS,
+        }
+    )
+)
+# Long prompts may have other tiles. They are compiled ahead; to compare their bits would take too much memory.
+_LONG = 4096
 # Ops whose bits are compared when a model is compiled. Recurrences are compared too.
 _COMPARED = (
     invariant_linear,
@@ -78,7 +93,7 @@ _FEW_COUNTS = (1, 2, 3, small_batch_linear_cpu.MOST_TOKENS, small_batch_linear_c
 class BatchInvariance(GraphPass):
     name = "batch_invariance"
     required = True
-    kernel_token_counts = _TOKEN_COUNTS
+    kernel_token_counts = (*_TOKEN_COUNTS, _LONG)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of values that are multiplied by a weight matrix.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from compiled_engine.passes.framework.op_library import LinearArguments, define_op
-from compiled_engine.passes.linear import silu_mul
+from compiled_engine.passes.linear import invariant_hopper, silu_mul
 from compiled_engine.passes.linear.invariant_product import invariant_product
 from compiled_engine.passes.linear.small_batch_linear_cpu import linear_in_order
 
@@ -24,9 +24,10 @@ def reference(
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return linear(x), or activation(gate) * up of its halves, by the kernel of invariant_product; see `reference`."""
-    y_TN = invariant_product(x_TK, weight_NK, bias_N)
-    return y_TN if activation is None else silu_mul.launch(y_TN, activation)
+    """Return linear(x), or activation(gate) * up of its halves, by a kernel that serves the weight; see `reference`."""
+    if invariant_hopper.is_served(weight_NK, bias_N, activation is not None):
+        return invariant_hopper.launch(x_TK, weight_NK, activation)
+    return invariant_product(x_TK, weight_NK, bias_N, activation)
 
 
 def _fake(

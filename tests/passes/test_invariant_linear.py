@@ -12,9 +12,10 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
+from compiled_engine.passes.linear import invariant_hopper
+from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
 from compiled_engine.passes.linear.invariant_linear import invariant_linear, launch, reference
 from compiled_engine.passes.linear.invariant_product import (
-    BLOCK_K,
     MOST_SPREAD,
     TOKEN_BUCKETS,
     invariant_product_kernel,
@@ -78,8 +79,35 @@ def test_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
 def test_on_cuda(shape: Shape, dtype: torch.dtype) -> None:
-    counts = (1, 2, 7, *TOKEN_BUCKETS, 65, 100, MOST_SPREAD, MOST_SPREAD + 1, 500)
-    check_bits(shape, counts, 1030, "cuda", dtype)
+    counts = {1, 2, 7, 65, 100, 500, MOST_SPREAD + 1, *TOKEN_BUCKETS, *invariant_hopper.TOKEN_COUNTS}
+    check_bits(shape, tuple(counts), 1030, "cuda", dtype)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (6144, 1024), (24576, 4096), (5120, 320), (151936, 64)])
+def test_tiles_on_hopper_add_in_one_order_and_fit(rows: int, columns: int, gated: bool) -> None:
+    """Parts would add in another order. Tiles fill whole steps, and their ring buffer fits the shared memory."""
+    for count in range(1, invariant_hopper.TOKEN_BUCKETS[-1] + 1):
+        few = invariant_hopper.few_tiles(count, rows, columns, gated, 132)
+        assert (few.parts, columns % few.columns) == (1, 0)
+        assert few.tokens >= count
+        assert few.stages * few.stage_bytes + few.ending_bytes(gated) <= SHARED_MEMORY
+    for count in (65, 129, 193, 1024, 8192):
+        many = invariant_hopper.many_tiles(count, rows, gated, 132)
+        waves = -(-count // many.tokens) * -(-rows // (many.groups * many.rows)) / 132
+        assert waves <= -(-count // 64) * -(-rows // 128) / 132 + 1  # never more than the smallest tile needs
+
+
+def test_weights_that_hoppers_kernels_leave_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer does not depend on tokens: kernels of both kinds would give other bits."""
+    monkeypatch.setattr(invariant_hopper, "is_hopper", lambda device: True)
+    weight, bias = torch.empty(4096, 128, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    assert invariant_hopper.is_served(weight, None, False)
+    for other, its_bias, gated in (
+        *((weight, bias, False), (weight[:2048], None, False), (weight.float(), None, False)),
+        *((weight[:, :96].contiguous(), None, False), (weight[:, :64], None, False), (weight[:4088], None, True)),
+    ):
+        assert not invariant_hopper.is_served(other, its_bias, gated)
 
 
 @pytest.mark.gpu
@@ -96,20 +124,21 @@ def test_the_library_gives_other_bits_for_other_numbers_of_rows() -> None:
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 1000])
+@pytest.mark.parametrize("rows", [4096, 24576])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
-def test_kernel_compiles_for_hopper(element: str, num_tokens: int) -> None:
-    rows, columns = 6144, 4096
-    tile = tile_of(num_tokens, 2 if element == "bf16" else 4)
+@pytest.mark.parametrize("hopper", [True, False])
+def test_kernel_compiles_for_hopper(hopper: bool, element: str, rows: int, num_tokens: int) -> None:
+    """Tiles of other cards fit their shared memory, and compile too."""
+    columns = 4096
+    tile = tile_of(num_tokens, rows, 2 if element == "bf16" else 4, hopper)
     constants: dict[str, Any] = {"N": rows, "K": columns, "PART": part_of(rows, columns), "ROWS": tile.rows}
-    constants |= {"TOKENS": tile.tokens, "BLOCK_K": BLOCK_K, "DEPENDENT_LAUNCH": True, "bias_ptr": None}
-    if num_tokens > MOST_SPREAD:
-        constants["partials_ptr"] = None
+    constants |= {"USED": tile.used, "TOKENS": tile.tokens, "BLOCK_K": tile.columns}
+    constants |= {"SILU_MUL": rows > columns, "ACTIVATION": "silu", "DEPENDENT_LAUNCH": True}
+    constants |= {"bias_ptr": None, "partials_ptr": None}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    program = compiled_for_hopper(
-        invariant_product_kernel, constants, {"partials_ptr": "*fp32"}, pointers=f"*{element}", **options
-    )
-    assert program.metadata.shared <= 99 << 10
+    program = compiled_for_hopper(invariant_product_kernel, constants, {}, pointers=f"*{element}", **options)
+    assert program.metadata.shared <= (227 if hopper else 99) << 10
     assert stack_bytes(program) <= 64
     if element == "bf16":  # the same instruction for every number of tokens, but for the number of its columns
         assert f"wgmma.mma_async.sync.aligned.m64n{tile.tokens}k16" in program.asm["ptx"]
