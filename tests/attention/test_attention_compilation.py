@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.kernel_arguments import rows_of
-from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.kernel_choice import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_combine import WIDEST_PART, combine_kernel
 from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles, query_options
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
@@ -85,6 +85,7 @@ class Compilation(NamedTuple):
     num_stages: int | None = None
     programs: int = 1  # that must fit on a multiprocessor
     images: bool = False  # whose tokens see each other
+    memory: int = MIN_SHARED_MEMORY  # shared memory of the smallest GPU that must have enough
 
     @classmethod
     def of(cls, kernel: Any, tiles: Any, programs: int = 1, **constants: Any) -> Compilation:
@@ -95,12 +96,18 @@ Shape = tuple[int, int, int]
 
 
 def prefill(
-    dtype: torch.dtype, shape: Shape, max_seq_len: int, coded: bool = False, shared: bool = False
+    dtype: torch.dtype,
+    shape: Shape,
+    max_seq_len: int,
+    coded: bool = False,
+    shared: bool = False,
+    memory: int = MIN_SHARED_MEMORY,
 ) -> Compilation:
-    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len, memory)
     programs = 1 if coded and dtype.itemsize == 4 else tiles.programs
     partials = {} if shared else dict.fromkeys(("partial_ptr", "partial_max_ptr", "partial_sum_ptr"))
-    return Compilation.of(prefill_kernel, tiles, programs, TILE_M=tiles.rows, MAX_SPLITS=MAX_LISTED_SPLITS, **partials)
+    sizes = {"TILE_M": tiles.rows, "MAX_SPLITS": MAX_LISTED_SPLITS}
+    return Compilation.of(prefill_kernel, tiles, programs, **sizes, **partials)._replace(memory=memory)
 
 
 def decode(dtype: torch.dtype, shape: Shape, programs: int, query_len: int = 1) -> Compilation:
@@ -157,7 +164,7 @@ def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | No
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Compile a kernel, assert that it fits on Hopper and Ada, and return its PTX for Hopper.
+    """Compile a kernel, assert that it fits on Hopper, and on Ada if it must, and return its PTX for Hopper.
 
     It fits if shared memory and registers are enough for its programs, and a thread spills at most `spilled` bytes.
     """
@@ -200,6 +207,8 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         assert stack_bytes(program) <= spilled
         allocated = -(-registers(program) // 8) * 8 * 32 * compilation.num_warps
         assert compilation.programs * allocated <= 1 << 16
+        if compilation.memory > MIN_SHARED_MEMORY:
+            return program.asm["ptx"]
         with monkeypatch.context() as patched:
             patched.setattr(triton.knobs.runtime, "add_stages_inspection_hook", without_machine_code)
             assert compiled(ADA, DEPENDENT_LAUNCH=False).metadata.shared <= MIN_SHARED_MEMORY
@@ -215,6 +224,19 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, ma
     # With heads of size 256 Triton 3.9 spills some addresses, which 3.6 does not.
     ptx = check(prefill(dtype, shape, max_seq_len), dtype, shape, spilled=104 if shape[2] == 256 else 0)
     assert ("wgmma" in ptx) == (dtype != torch.float32)
+    assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.product(one_in=1000, each=("shape",))
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cache", [None, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(16, 8, 256), (16, 2, 512), (32, 1, 576)])
+def test_prefill_with_large_tiles(
+    check: Callable[..., str], shape: Shape, cache: torch.dtype | None, shared: bool
+) -> None:
+    compilation = prefill(torch.bfloat16, shape, SHORT_CONTEXT + 1, shared=shared, memory=227 << 10)
+    ptx = check(compilation, torch.bfloat16, shape, spilled=SPILLED, cache=cache)
+    assert "wgmma" in ptx
     assert "cp.async.cg.shared.global" in ptx
 
 

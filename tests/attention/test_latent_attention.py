@@ -17,7 +17,7 @@ from latent_cases import CASES, CODED_CASES, DECODES, LatentCase, mistake, rando
 
 from compiled_engine.attention.backend import choose_backend, get_backend
 from compiled_engine.attention.backends import latent_step
-from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.kernel_choice import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_expansion import (
     Workspace,
     attend_expanded_kernel,

@@ -19,6 +19,7 @@ from compiled_engine.attention.backends.decoded_contexts import (
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.kernel_arguments import NewKeys
 from compiled_engine.attention.backends.kernel_choice import (
+    MIN_SHARED_MEMORY,
     ROTATING,
     Kernel,
     LayerFacts,
@@ -26,6 +27,7 @@ from compiled_engine.attention.backends.kernel_choice import (
     choice_of,
     layer_facts,
     num_multiprocessors,
+    shared_memory_of,
 )
 from compiled_engine.attention.backends.latent_step import attend_latents
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
@@ -52,8 +54,6 @@ from compiled_engine.attention.kv_codes import kernels_convert
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
 from compiled_engine.kv_format import is_coded
 
-# Shared memory of a thread block in bytes that the largest tiles need; on Hopper, which has more, they use more.
-MIN_SHARED_MEMORY = 96 << 10
 BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 576
@@ -77,8 +77,8 @@ class TritonBackend:
     def accept(self, case: AttentionCase) -> Support:
         require(case.device == "cuda" or triton.knobs.runtime.interpret, "device", case.device, "cuda")
         if torch.cuda.is_available():
-            device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
-            memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
+            memory = shared_memory_of(torch.device("cuda", torch.cuda.current_device()))
+            least = f"from {MIN_SHARED_MEMORY} bytes on"
             require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
         if case.latent_dim:
             cache: KVFormat | None = case.require_latent()
@@ -117,7 +117,8 @@ class TritonBackend:
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         if case.packed or case.latent_dim:
             return 0
-        queries = fewest_rows(case.head_dim, case.dtype.itemsize) // case.group
+        memory = shared_memory_of(torch.device(case.device))
+        queries = fewest_rows(case.head_dim, case.dtype.itemsize, memory) // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
@@ -126,7 +127,8 @@ class TritonBackend:
         batch = BatchFacts.of(inputs.sizes, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
         if batch.listed:
             heads = case.num_heads, case.num_kv_heads, case.head_dim
-            _, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, case.dtype.itemsize)
+            facts = case.dtype.itemsize, shared_memory_of(inputs.seq_lens_R.device)
+            _, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, *facts)
             write_lists(inputs, inputs.work_W, layout, batch.min_keys)
 
     def write_kv(
@@ -224,10 +226,16 @@ class TritonBackend:
 
 @lru_cache(maxsize=64)
 def _listed_work(
-    num_requests: int, max_seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int
+    num_requests: int,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    shared_memory: int,
 ) -> tuple[PrefillTiles, WorkLayout]:
     """Return the prefill tiles for a batch with a work list, and the layout of that list."""
-    tiles = prefill_tiles(head_dim, element_size, max_seq_len)
+    tiles = prefill_tiles(head_dim, element_size, max_seq_len, shared_memory)
     return tiles, WorkLayout(num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 
 
@@ -242,7 +250,8 @@ def _attend_listed(
 ) -> None:
     """Launch the kernels that take their work from the work list: for decodes, then for prompts if there are any."""
     num_sms, heads = layer.num_sms, (layer.num_heads, layer.num_kv_heads, q_THd.shape[2])
-    tiles, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, q_THd.element_size())
+    facts = q_THd.element_size(), shared_memory_of(q_THd.device)
+    tiles, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, *facts)
     work_W = inputs.work_W
     if not work_W.numel():
         work_W = q_THd.new_empty(layout.length(batch.num_tokens), dtype=torch.int32)

@@ -287,18 +287,19 @@ def attend_expanded_kernel(
     TILE_V: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ) -> None:
-    """Compute attention to expanded keys. Program (tile number, head) computes up to TILE_M queries of a request.
+    """Compute attention to expanded keys. Program (head, tile number) computes up to TILE_M queries of a request.
 
     Programs whose tile number is unused, or whose request has no place, return at once. Later tiles see more keys: they
-    come first. Queries of a request with seq_len 0 (padding) get zeros.
+    come first, for all heads, so that short ones fill up the end. Queries of a request with seq_len 0 (padding) get
+    zeros.
 
     q_ptr: [T, H, KEY]; out_ptr: [T, H, VALUE]; expanded_ptr: see expand_rows_kernel. query_start_loc_ptr, seq_lens_ptr:
     see AttentionInputs. places_ptr: see place_kernel. TILE_K, TILE_V: see tile_of. MULTIPLE: a power of two that
     divides KEY, VALUE and all strides.
     """
     tl.static_assert(TILE_L % TILE_N == 0, "a tile of keys must not cross the end of a request's rows")
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     request = request_of(query_start_loc_ptr, num_requests, tile, 1, TILE_M)
     place = tl.load(places_ptr + request)
     start = tl.load(query_start_loc_ptr + request)
@@ -415,7 +416,7 @@ def attend_expanded(
             enable_fp_fusion=True,
             **sizes,
         )
-        attend_expanded_kernel[(num_tiles, num_heads)](
+        attend_expanded_kernel[(num_heads, num_tiles)](
             q_THd,
             buffer,
             out_THv,

@@ -48,6 +48,8 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
+# Bytes of shared memory that large tiles of the longest heads need. Hopper's GPUs have more, older ones less.
+LARGE_TILES = 216 << 10
 # Most programs that share the keys of a tile, and the fewest keys of each.
 MOST_SHARING, FEWEST_SHARED = tl.constexpr(32), 512
 # Elements of a head whose partial results are combined together.
@@ -86,12 +88,26 @@ class KeySplits(NamedTuple):
         return cls(Partials.of_rows(out_THd, programs * tiles.rows))
 
 
-def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> PrefillTiles:
-    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
+def large_tiles(head_dim: int) -> PrefillTiles:
+    """Return tiles for heads of more than 128 elements in 16 bits, with queries and two stages in shared memory.
+
+    Hopper's matrix instructions are for 64 rows. Each of two groups of warps has the sums of so many, or for wide heads
+    half of them.
+    """
+    if is_wide(head_dim):
+        return PrefillTiles(rows=64, keys=32, num_warps=8, num_stages=2, programs=1)
+    return PrefillTiles(rows=128, keys=64, num_warps=8, num_stages=2, programs=1)
+
+
+def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int, shared_memory: int) -> PrefillTiles:
+    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory (bytes).
 
     max_seq_len: the host's upper bound of the contexts; short contexts would leave large tiles half empty. `rows` is at
     least the largest number of query heads per K/V head that the backend allows for such heads.
     """
+    gains = is_wide(head_dim) or (head_dim > 128 and max_seq_len > SHORT_CONTEXT)
+    if gains and element_size == 2 and shared_memory >= LARGE_TILES:
+        return large_tiles(head_dim)
     if is_wide(head_dim):
         rows = most_rows(element_size)
         wide = wide_tiles(element_size, rows)
@@ -105,9 +121,10 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
 
 
-def fewest_rows(head_dim: int, element_size: int) -> int:
+def fewest_rows(head_dim: int, element_size: int, shared_memory: int) -> int:
     """Return the smallest number of rows that prefill_tiles chooses for these heads, over all context lengths."""
-    return min(prefill_tiles(head_dim, element_size, context).rows for context in (SHORT_CONTEXT, SHORT_CONTEXT + 1))
+    contexts = SHORT_CONTEXT, SHORT_CONTEXT + 1
+    return min(prefill_tiles(head_dim, element_size, context, shared_memory).rows for context in contexts)
 
 
 @quick_launches

@@ -1,7 +1,8 @@
 """Chooses the tiles of the Triton kernels for wide heads, which have more than 256 elements.
 
 A program's registers hold the sums of all elements of its rows, and shared memory holds whole keys and values. So tiles
-of wide heads have few rows and keys. They fit on every GPU that the backend accepts, in every kernel.
+of wide heads have few rows and keys. They fit on every GPU that the backend accepts, in every kernel. For prompts,
+triton_prefill.py has larger ones where shared memory is larger.
 """
 
 from __future__ import annotations
