@@ -171,6 +171,14 @@ def test_kernels_compile_for_hopper(element: str, num_heads: int, latent: int, r
         program = compiled(kernel, constants, types, element, options)
         assert_fits(program, MIN_SHARED_MEMORY, options["num_warps"], 16 if cache else 0)
 
+    if element == "bf16" and not cache:  # of prompts on Hopper
+        tiles = latent_tiles(num_heads, 2, coded=False, large=True)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        large = constants | {"TILE_M": tiles.rows, "TILE_N": tiles.keys}
+        program = compiled(attend_latents_kernel, large, types, element, options)
+        assert_fits(program, 227 << 10, tiles.num_warps, 64)
+        assert "wgmma" in program.asm["ptx"]
+
 
 def compiled(
     kernel: Any, constants: dict[str, Any], types: dict[str, str], element: str, options: dict[str, int]

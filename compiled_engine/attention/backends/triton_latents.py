@@ -31,7 +31,7 @@ from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.triton_codes import ONE_SCALE, bfloat16_values, numbers
-from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, is_hopper, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.kv_format import is_coded
 
@@ -55,11 +55,14 @@ class LatentTiles(NamedTuple):
     num_stages: int
 
 
-def latent_tiles(num_heads: int, element_size: int, *, coded: bool) -> LatentTiles:
-    """Return tiles for which the shared memory and registers of every supported GPU suffice.
+def latent_tiles(num_heads: int, element_size: int, *, coded: bool, large: bool = False) -> LatentTiles:
+    """Return tiles for which the shared memory and registers of every supported GPU suffice, or of Hopper.
 
-    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers.
+    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers. large: some
+    requests have several queries, and the GPU is a Hopper, whose matrix instructions are for 64 rows.
     """
+    if large and element_size == 2 and not coded:
+        return LatentTiles(64, 64, 8, 2)
     if element_size == 4:
         return LatentTiles(SMALLEST_TILE, 16, 8, 1) if coded else LatentTiles(SMALLEST_TILE, 16, 4, 2)
     rows = min(32, max(SMALLEST_TILE, next_power_of_2(num_heads)))
@@ -330,7 +333,8 @@ def attend_rows(
     """
     _, num_heads, latent_dim = q_THr.shape
     rotated_dim, num_requests = rotated_THp.shape[-1], requests.num_requests
-    tiles = latent_tiles(num_heads, q_THr.element_size(), coded=is_coded(cache_N1P1w.dtype))
+    large = requests.num_tokens > num_requests and is_hopper(q_THr.device)
+    tiles = latent_tiles(num_heads, q_THr.element_size(), coded=is_coded(cache_N1P1w.dtype), large=large)
     splits = latent_splits(num_requests, num_heads, latent_dim, requests.max_seq_len, q_THr)
     partials = Partials.of(q_THr, num_requests, splits.count)
     shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": q_THr.stride(1), "GRAIN": GRAIN}
