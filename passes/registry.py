@@ -11,6 +11,7 @@ from compiled_engine.attention.inputs import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.experts.experts import Experts
+from compiled_engine.passes.experts.top_k import TopK
 from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.invariance.batch_invariance import BatchInvariance
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
@@ -38,6 +39,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),
     MergeLinears(),
     Experts(),
+    TopK(),
     ResidualRMSNorm(),
     AllReduceResidualRMSNorm(),
     SequenceParallel(),

@@ -41,7 +41,7 @@ _OWN_OPS = frozenset(
     for name in (
         *("invariant_linear", "invariant_quantised_linear", "rms_norm", "residual_rms_norm", "rope_angles"),
         *("rope_kv_write", "attend", "rope_attend", "attention", "element_function", "row_function"),
-        *("all_reduce_in_order", "vocabulary_part"),
+        *("all_reduce_in_order", "vocabulary_part", "top_k"),
     )
 )
 # Ops of torch that move, convert or choose elements. They keep tokens apart: see mixes_tokens.

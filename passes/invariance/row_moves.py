@@ -19,7 +19,7 @@ _ALONG = frozenset(
     ("cat", "gather", "index_select", "scatter", "scatter_", "select", "slice", "split", "split_with_sizes", "topk")
 )
 # Ops along a dimension that is always the same.
-_ALONG_FIXED = {"aten::embedding": 0, "compiled_engine::row_function": -1}
+_ALONG_FIXED = {"aten::embedding": 0, "compiled_engine::row_function": -1, "compiled_engine::top_k": -1}
 _VIEWS = ("view", "_unsafe_view", "reshape")
 
 

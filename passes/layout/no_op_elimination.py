@@ -1,7 +1,8 @@
 """Removes ops whose result equals an input, such as multiplications by one, and casts, views and copies without effect.
 
-Why: model code is general, so it leaves no-ops in the graph, such as a RoPE scaling factor of 1, or a cast to the dtype
-that the value has already. They hide patterns from later passes. Inductor would fuse most of them.
+Why: model code is general, so it leaves no-ops in the graph, such as a RoPE scaling factor of 1, a cast to the dtype
+that the value has already, or a mask of the experts outside of the chosen groups where there is one group. They hide
+patterns from later passes. Inductor would fuse most of them, but not the choice of groups.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import always_equal, arg, aten, is_call
+from compiled_engine.passes.layout.constant_fills import fill_of
 
 _RESHAPES = (aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_MASKED = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 class NoOpElimination(GraphPass):
@@ -32,6 +35,7 @@ class NoOpElimination(GraphPass):
                 replacements.append(Replacement(node.name, same))
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+        graph.eliminate_dead_code()
         return PassResult(len(replacements), (), tuple(replacements))
 
 
@@ -45,7 +49,8 @@ def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
     source = node.args[0]
     scaled = is_call(node, aten.mul.Tensor, aten.div.Tensor)
     one = scaled and isinstance(node.args[1], int | float) and node.args[1] == 1
-    if not (one or is_call(node, *_RESHAPES, *_COPIES, aten._to_copy.default)):
+    unmasked = is_call(node, *_MASKED) and fill_of(node.args[1]) is False
+    if not (one or unmasked or is_call(node, *_RESHAPES, *_COPIES, aten._to_copy.default)):
         return None
     return source if _alike(source.meta["val"], node.meta["val"]) else None
 

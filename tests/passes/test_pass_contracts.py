@@ -38,12 +38,12 @@ from compiled_engine.passes.registry import passes_of_quantised, registered_pass
 
 aten = torch.ops.aten
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
+# `top_k` has no contract: it takes what other passes leave, and only on a GPU.
+NOT_HERE = {*OF_RANKS, *passes_of_quantised(), "top_k"}
 FAMILIES = {"experts": QWEN3_MOE, "layer_norm": STARCODER2, "gated_convolution": LFM2}
 
 
-@pytest.mark.parametrize(
-    "name", [p.name for p in registered_passes() if p.name not in passes_of_quantised() | {*OF_RANKS}]
-)
+@pytest.mark.parametrize("name", [p.name for p in registered_passes() if p.name not in NOT_HERE])
 def test_a_pass_that_stops_matching_is_an_error(name: str) -> None:
     passes = tuple(Silent(p) if p.name == name else p for p in registered_passes())
     compile_range = SMALL if name == "small_batch_linear" else DYNAMIC

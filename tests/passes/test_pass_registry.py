@@ -62,6 +62,8 @@ def cleared() -> Iterator[None]:
 
 def test_each_pass_comes_after_those_whose_ops_it_takes_in() -> None:
     after: dict[str, set[str]] = {
+        "experts": {"no_op_elimination"},
+        "top_k": {"no_op_elimination", "experts"},
         "all_reduce_residual_rms_norm": {"residual_rms_norm"},
         "sequence_parallel": {"residual_rms_norm", "all_reduce_residual_rms_norm"},
         "rms_norm": {"residual_rms_norm", "experts"},

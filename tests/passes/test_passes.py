@@ -336,12 +336,29 @@ def test_scaled_products_and_sums_with_values_are_not_merged() -> None:
         assert packed_parameters(module) == []
 
 
+def outside_of_groups(num_groups: int, num_chosen: int, written: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that masks all experts that are not in the chosen groups, as routers of transformers do."""
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        scores = x.view(5, num_groups, -1).topk(2, dim=-1)[0].sum(-1)
+        chosen = scores.topk(num_chosen, dim=-1, sorted=False)[1]
+        mask = torch.zeros_like(scores).scatter(1, chosen, written)
+        mask = mask.unsqueeze(-1).expand(-1, -1, 8 // num_groups).reshape(5, 8)
+        return x.masked_fill(~mask.bool(), float("-inf"))
+
+    return masked
+
+
 NO_OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "times one": lambda x: x * 1.0,
     "over one": lambda x: x / 1,
     "to its own dtype": lambda x: aten._to_copy.default(x, dtype=x.dtype),
     "viewed as it is": lambda x: aten.view.default(x, [5, 8]),
     "expanded to its own shape": lambda x: aten.expand.default(x, [5, 8]),
+    "masked by nothing": lambda x: x.masked_fill(x.new_zeros(8).bool(), 2.0),
+    "masked by not of ones": lambda x: x.masked_fill(torch.full_like(x, True, dtype=torch.bool).logical_not(), 2.0),
+    "masked outside of the only group": outside_of_groups(1, 1),
+    "masked outside of all groups": outside_of_groups(4, 4),
 }
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "times two": lambda x: x * 2.0,
@@ -351,6 +368,11 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "viewed as another shape": lambda x: x.view(8, 5),
     "made contiguous": lambda x: aten._to_copy.default(x[:, ::2], dtype=x.dtype),
     "negated": lambda x: -x,
+    "masked as a whole": lambda x: x.masked_fill(torch.ones_like(x).bool(), 2.0),
+    "masked where it is positive": lambda x: x.masked_fill(x > 0, 2.0),
+    "masked outside of one group of two": outside_of_groups(2, 1),
+    "masked outside of no group, by another constant": outside_of_groups(1, 1, written=0.0),
+    "masked to another shape": lambda x: x[:, :1].masked_fill(x.new_zeros(8).bool(), 2.0),
 }
 
 
@@ -366,6 +388,7 @@ def test_a_no_op_goes(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_what_only_looks_like_a_no_op_stays(name: str) -> None:
     module = graph_of(lambda x: (OPS[name](x).exp(),), random_tensors(x=(5, 8)), {})
+    module.graph.eliminate_dead_code()
     before = len(module.graph.nodes)
     assert rewrite(NoOpElimination(), module).matches == 0
     assert len(module.graph.nodes) == before
