@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForSpeechSeq2Seq, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import packed_attention_or_value
+from compiled_engine.attention.op import packed_attention
 from compiled_engine.models.foreign.compat import fill_buffers, mixed
 from compiled_engine.models.foreign.interfaces import Step, attend
 from compiled_engine.models.foreign.observation import LayerAttention, Observation, UnsupportedModelError
@@ -67,7 +67,7 @@ def attend_in_role(
     q_THd, k_EHd, v_EHd = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if own.role == "encoder":
         assert step.clips is not None
-        return packed_attention_or_value(q_THd, k_EHd, v_EHd, step.clips, scale).unflatten(0, (-1, step.length)), None
+        return packed_attention(q_THd, k_EHd, v_EHd, step.clips, scale).unflatten(0, (-1, step.length)), None
     assert step.clip_T is not None
     if step.kept:
         k_EHd, v_EHd = step.kept[own.layer_idx]
