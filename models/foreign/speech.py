@@ -18,8 +18,9 @@ from transformers import AttentionInterface, AutoModelForSpeechSeq2Seq, PreTrain
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import packed_attention
 from compiled_engine.models.foreign.compat import fill_buffers, mixed
+from compiled_engine.models.foreign.description import LayerShape
 from compiled_engine.models.foreign.interfaces import Step, attend
-from compiled_engine.models.foreign.observation import LayerAttention, Observation, UnsupportedModelError
+from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError
 from compiled_engine.passes.speech.cross_attention import cross_attention
 from compiled_engine.speech import SpeechDescription
 
@@ -189,7 +190,7 @@ def build_speech_model(config: Any, dtype: torch.dtype) -> tuple[Any, Observatio
             module.step = step
             module.role = "cross" if path.endswith(".encoder_attn") else path.split(".")[1]
     num_heads = config.decoder_attention_heads
-    heads = LayerAttention(num_heads, num_heads, config.d_model // num_heads, None, 0.0, sinks=False)
+    heads = LayerShape(num_heads, num_heads, config.d_model // num_heads, None, 0.0, sinks=False)
     layers = (heads,) * config.decoder_layers
     observation = Observation(layers, (), (), "model.decoder.layers", (0,) * len(layers), in_tuple=False)
     model.layers_path, model.layer_signatures = observation.layers_path, observation.signatures
