@@ -17,24 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
-from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, narrow_server, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_size import check_size
 from compiled_engine.server.options import Limits, ServerOptions
 
 MANY = 1 << 20  # more values than a test has
-
-
-@pytest.fixture(scope="module")
-def scripted(server: RunningServer) -> ScriptedEngine:
-    return ScriptedEngine(server.engine, ["a", "b"])
-
-
-@pytest.fixture(scope="module")
-def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
-    with narrow_server(scripted) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
