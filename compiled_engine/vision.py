@@ -88,14 +88,6 @@ class VisionDescription:
             return max_tiles * self.tile_embeddings
         return max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    def most_patches(self, max_pixels: int, max_tiles: int = 1) -> int:
-        """Return the largest number of patches of an image; for the arguments see `most_embeddings`."""
-        if self.resolutions:
-            max_tiles = self._most_tiles_of_image()
-        if self.tile_size:
-            return max_tiles * self.tile_patches
-        return self.most_embeddings(max_pixels) * self.merged_patches
-
     def most_tiles(self, num_embeddings: int) -> int:
         """Return an upper bound on the number of tiles of images that together have `num_embeddings` embeddings.
 

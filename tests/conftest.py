@@ -37,7 +37,7 @@ from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 __all__ = ["nothing_left"]  # a fixture
 
 if TYPE_CHECKING:
-    from running_server import RunningServer
+    from running_server import RunningServer, ScriptedEngine
 
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
 # Marker -> why its tests are skipped here; None where they run.
@@ -229,4 +229,20 @@ def server() -> Iterator[RunningServer]:
     from compiled_engine.async_llm import AsyncLLM
 
     with running(AsyncLLM(**ENGINE)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted(server: RunningServer) -> ScriptedEngine:
+    from running_server import ScriptedEngine
+
+    return ScriptedEngine(server.engine, ["a", "b"])
+
+
+@pytest.fixture(scope="module")
+def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
+    """A server with tight limits, which asks for a key."""
+    from running_server import KEY, NARROW, running
+
+    with running(scripted, api_key=("another", KEY), limits=NARROW, strict=True) as server:
         yield server

@@ -231,10 +231,15 @@ def latent_attention(
     the rotated part. weight_Cr: [H * (d - (w - r) + v), r], maps a latent to each head's key, without the rotated part,
     and to its value; see latents.py. All have the same dtype, and the cache too unless it has 8 bits. The inputs must
     not have keys_ahead_T.
+
+    While a tracer runs, the op's functional stand-in is called instead; see the module.
     """
+    if torch.compiler.is_compiling():
+        arguments = q_THd, row_T1w, kv_cache_N1P1w, weight_Cr, scale
+        return torch.ops.compiled_engine.latent_attention_value(*arguments, *inputs.flat())
     out_THv = _like_values(q_THd, row_T1w, weight_Cr)
-    arguments = q_THd, row_T1w, kv_cache_N1P1w, out_THv, weight_Cr, scale
-    torch.ops.compiled_engine.latent_attention(*arguments, *inputs.flat())
+    written = q_THd, row_T1w, kv_cache_N1P1w, out_THv, weight_Cr, scale
+    torch.ops.compiled_engine.latent_attention(*written, *inputs.flat())
     return out_THv
 
 
@@ -259,9 +264,13 @@ def packed_attention(
     biases_HW: biases of scores by relative position, contiguous, in any float dtype, without a soft cap. The score of a
     query at position p and a key at position j is scale * (q . k) + biases[h, min(max(j - p, -c), c) + c], where W is
     2 c + 1: keys that are further than c tokens away have the bias of those at the distance c.
+
+    While a tracer runs, the op's functional stand-in is called instead; see the module.
     """
-    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
+    if torch.compiler.is_compiling():
+        return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, biases_HW, *scoring, *inputs.flat())
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     torch.ops.compiled_engine.attend_packed(q_THd, k_TKd, v_TKd, out_THd, biases_HW, *scoring, *inputs.flat())
     return out_THd
 
@@ -351,36 +360,3 @@ def attend_or_value(
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     torch.ops.compiled_engine.attend(q_THd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
-
-
-def latent_attention_or_value(
-    q_THd: torch.Tensor,
-    row_T1w: torch.Tensor,
-    kv_cache_N1P1w: torch.Tensor,
-    weight_Cr: torch.Tensor,
-    inputs: AttentionInputs,
-    scale: float,
-) -> torch.Tensor:
-    """Return the result of `latent_attention`. While a tracer runs, call its functional stand-in instead."""
-    if torch.compiler.is_compiling():
-        arguments = q_THd, row_T1w, kv_cache_N1P1w, weight_Cr, scale
-        return torch.ops.compiled_engine.latent_attention_value(*arguments, *inputs.flat())
-    return latent_attention(q_THd, row_T1w, kv_cache_N1P1w, weight_Cr, inputs, scale)
-
-
-def packed_attention_or_value(
-    q_THd: torch.Tensor,
-    k_TKd: torch.Tensor,
-    v_TKd: torch.Tensor,
-    inputs: AttentionInputs,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks_H: torch.Tensor | None = None,
-    biases_HW: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the result of `packed_attention`. While a tracer runs, call its functional stand-in instead."""
-    if torch.compiler.is_compiling():
-        scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
-        return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, biases_HW, *scoring, *inputs.flat())
-    return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale, sliding_window, soft_cap, sinks_H, biases_HW)

@@ -35,9 +35,9 @@ _BERT: dict[str, Any] = {
 _GEMMA3_LAYERS = 34
 
 
-def _hybrid(num_layers: int, attends_every: int) -> list[str]:
-    """Return the types of layers: every `attends_every`-th layer is attention, all others are gated delta nets."""
-    return ["linear_attention" if layer % attends_every else "full_attention" for layer in range(1, num_layers + 1)]
+def _hybrid(num_layers: int) -> list[str]:
+    """Return the types of layers: every fourth layer is attention, all others are gated delta nets."""
+    return ["linear_attention" if layer % 4 else "full_attention" for layer in range(1, num_layers + 1)]
 
 
 # The text models of Qwen3.6, which use the code of Qwen3.5.
@@ -233,7 +233,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 5120,
         "intermediate_size": 17408,
         "num_hidden_layers": 64,
-        "layer_types": _hybrid(64, 4),
+        "layer_types": _hybrid(64),
         "num_attention_heads": 24,
         "num_key_value_heads": 4,
         "linear_num_value_heads": 48,
@@ -244,7 +244,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_moe_text",
         "hidden_size": 2048,
         "num_hidden_layers": 40,
-        "layer_types": _hybrid(40, 4),
+        "layer_types": _hybrid(40),
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
         "linear_num_value_heads": 32,

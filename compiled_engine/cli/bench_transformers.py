@@ -81,9 +81,9 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
         found = result["results"][name]
         title = f"{model['name']}, {model['dtype']}, {result['machine']['device']}, requests: {requests}"
         table = Table("", "threads", "tok/s", *_spread_headings(repeats), title=title)
-        table.add_row("engine", "", *_with_spread(found["engine"], 0, repeats))
+        table.add_row("engine", "", *_with_spread(found["engine"], repeats))
         for record in found["transformers"]:
-            row = _with_spread(record["tokens_per_s"], 0, repeats)
+            row = _with_spread(record["tokens_per_s"], repeats)
             table.add_row(f"transformers {record['way']}", str(record["threads"]), *row)
         out.print(aligned(table, 1))
         out.print(
@@ -103,6 +103,6 @@ def _spread_headings(repeats: int) -> list[str]:
     return ["from", "to"] if repeats > 1 else []
 
 
-def _with_spread(measured: Mapping[str, Any], digits: int, repeats: int) -> list[str]:
+def _with_spread(measured: Mapping[str, Any], repeats: int) -> list[str]:
     values = [measured["median"], *(measured["spread"] if repeats > 1 else ())]
-    return [f"{value:,.{digits}f}" for value in values]
+    return [f"{value:,.0f}" for value in values]

@@ -60,9 +60,10 @@ class Tail(Protocol):
         """Launch the part of the tail that a decode graph holds, for the first `num_rows` rows, and return its result.
 
         A decode graph is a CUDA graph of a whole step of decodes. If a batch has none, `launch_rest` includes this
-        part.
+        part. By default, it advances the rows' states, and the result is the forward's output tensor.
         """
-        ...
+        self.advance(batch, None, num_rows)
+        return output.tensor
 
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
@@ -24,20 +24,6 @@ class Progress(Protocol):
     the stage is shown only once it has taken this long; 0: at once.
     """
 
-    def stage(
-        self,
-        name: str,
-        total: int | None = None,
-        *,
-        in_bytes: bool = False,
-        note: Note | None = None,
-        patience_s: float = 0.0,
-    ) -> AbstractContextManager[Advance]: ...
-
-
-class SilentProgress:
-    """A progress display that shows nothing."""
-
     @contextmanager
     def stage(
         self,
@@ -49,6 +35,10 @@ class SilentProgress:
         patience_s: float = 0.0,
     ) -> Iterator[Advance]:
         yield lambda count: None
+
+
+class SilentProgress(Progress):
+    """A progress display that shows nothing."""
 
 
 class RichProgress:

@@ -13,7 +13,7 @@ from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_c
 from compiled_engine.frontend.prompts import Prompt, rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import ApiError, bad_request, require, require_at_most, shown, without_internals
-from compiled_engine.server.json_size import check_sizes
+from compiled_engine.server.json_size import check_arguments
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import Limits, ServerOptions, template_variables
 from compiled_engine.server.parsers.answer import AnswerParser
@@ -204,7 +204,7 @@ class ChatFormat:
         is_over = threading.Event()
 
         def render() -> Prompt:
-            check_sizes("arguments of messages", _texts_of_arguments(messages), self.max_json_values)
+            check_arguments(_texts_of_arguments(messages), self.max_json_values)
             return render_chat(
                 self.tokenizer,
                 messages,

@@ -45,24 +45,13 @@ def check_size(body: bytes, max_depth: int, max_values: int) -> None:
         raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
 
 
-def check_sizes(name: str, texts: Iterable[str], max_values: int) -> None:
-    """Raise ApiError 400 if several JSON texts together have too many values, keys or containers.
-
-    `name` names the texts in the error, whose field at fault is "messages".
-    """
+def check_arguments(texts: Iterable[str], max_values: int) -> None:
+    """Raise ApiError 400 if the arguments of tool calls together have too many values, keys or containers."""
     bodies = [text.encode(errors="surrogatepass") for text in texts]
     if not _total(map(_count_at_most, bodies)).excess(max_values):
         return
     if excess := _total(_count(_outside_strings(body)) for body in bodies).excess(max_values):
-        raise bad_request("messages", f"{name} must have at most {excess}")
-
-
-def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Return whether JSON is nested deeper than `depth`, without recursion and before it is parsed.
-
-    Invalid JSON counts at least as deep as the text before its first error, which a parser may read.
-    """
-    return _count_at_most(body).opening > depth and _depth(_outside_strings(body)) > depth
+        raise bad_request("messages", f"arguments of messages must have at most {excess}")
 
 
 def _count_at_most(body: bytes) -> _Counts:

@@ -77,7 +77,7 @@ class CallList:
 
     def __init__(self) -> None:
         self._runs: list[Callable[[], Any]] = []
-        self.num_kernels = self.num_others = 0
+        self.num_kernels = 0
 
     def add_kernel(self, function: CppFunction, arguments: tuple[Any, ...]) -> None:
         last = self._runs[-1] if self._runs else None
@@ -89,7 +89,6 @@ class CallList:
 
     def add(self, call: Callable[[], Any]) -> None:
         self._runs.append(call)
-        self.num_others += 1
 
     def replay(self) -> None:
         for run in self._runs:

@@ -54,11 +54,12 @@ class LayerShape:
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None  # visible keys per query; None: all
-    soft_cap: float
+    head_dim: int  # of keys or of values, whichever are larger
+    # Visible keys per query, its own included; None: all. Without causal: keys on each side.
+    sliding_window: int | None
+    soft_cap: float  # 0: none
     sinks: bool
-    causal: bool = True
+    causal: bool = True  # a query sees no later keys
     latent_dim: int = 0  # see HeadShape, like key_dim and value_dim
     key_dim: int = 0
     value_dim: int = 0

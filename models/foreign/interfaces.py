@@ -14,8 +14,8 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import (
     attend_or_value,
     attention_or_value,
-    latent_attention_or_value,
-    packed_attention_or_value,
+    latent_attention,
+    packed_attention,
 )
 from compiled_engine.models.foreign.latents import LatentAttention
 from compiled_engine.recurrence.sequences import Sequences
@@ -134,7 +134,7 @@ def attend(
     cache = step.kv_caches[module.layer_idx]
     if isinstance(module, LatentAttention):  # all heads attend to one row for each token
         weight_Cr = module.kv_b_proj.weight
-        return latent_attention_or_value(q_THd, k_TKd, cache, weight_Cr, step.inputs, scale).unsqueeze(0), None
+        return latent_attention(q_THd, k_TKd, cache, weight_Cr, step.inputs, scale).unsqueeze(0), None
     value_dim = v_TKd.shape[-1]
     width = max(q_THd.shape[-1], value_dim)  # zeros at the end of a head change no score, and no element of a value
     q_THd, k_TKd, v_TKd = (_widened(x, width) for x in (q_THd, k_TKd, v_TKd))
@@ -178,7 +178,7 @@ def attend_packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     own: Any = module
     scoring = scale, own.packed_window, softcap, s_aux, biases_HW
-    out_THd = packed_attention_or_value(q_THd, k_TKd, v_TKd, own.step.inputs, *scoring)
+    out_THd = packed_attention(q_THd, k_TKd, v_TKd, own.step.inputs, *scoring)
     return out_THd.unsqueeze(0), None
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from compiled_engine.config import RowState
+from compiled_engine.models.foreign.description import LayerShape
 from compiled_engine.models.foreign.latents import Expansion, expansions_recorded, latent_dim_of
 from compiled_engine.models.foreign.recurrence import (
     ACTIVATIONS,
@@ -51,34 +52,14 @@ class UnsupportedModelError(ValueError):
     """Raised for a model for which the engine cannot guarantee transformers' results."""
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """The settings of a layer's attention, as observed in the model's call of AttentionInterface."""
-
-    num_heads: int  # 0: the layer has no attention
-    num_kv_heads: int
-    head_dim: int  # of keys or of values, whichever are larger
-    # Visible keys per query, its own included; None: all. Without causal: keys on each side.
-    sliding_window: int | None
-    soft_cap: float  # 0: none
-    sinks: bool
-    causal: bool = True  # a query sees no later keys
-    latent_dim: int = 0  # see HeadShape, like key_dim and value_dim
-    key_dim: int = 0
-    value_dim: int = 0
-    kv_layer: int | None = None  # an earlier layer, whose keys and values this one reads; None: it has its own
-    linear_bias: bool = False  # keys have their positions as elements, see alibi.py
-    num_biases: int = 0  # of scores, by relative position, see attention.op.packed_attention; 0: none
-
-
-_NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
+_NO_ATTENTION = LayerShape(0, 0, 0, None, 0.0, False)
 
 
 @dataclass(frozen=True)
 class Observation:
     """The result of `observe`: facts about a transformers model, found in one forward."""
 
-    attention: tuple[LayerAttention, ...]  # by layer
+    attention: tuple[LayerShape, ...]  # by layer
     modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
     states: tuple[RowState, ...]  # states of recurrences, in layer order
     layers_path: str  # path of the module list of layers; empty: not found
@@ -124,7 +105,7 @@ class _Observer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[int, LayerAttention] = {}
+        self.calls: dict[int, LayerShape] = {}
         self.modules: dict[int, nn.Module] = {}
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of layers that have their own
         self.masks: list[_Mask] = []
@@ -229,7 +210,7 @@ class _Observer(TorchDispatchMode):
         if kv_layer is None:
             self.kv[layer] = key, value
         sizes = query.shape[1], num_kv_heads, head_dim
-        self.calls[layer] = LayerAttention(
+        self.calls[layer] = LayerShape(
             *(*sizes, window, softcap or 0.0, s_aux is not None, causal, *of_latents, kv_layer, linear_bias),
             0 if biases_HW is None else biases_HW.shape[1],
         )

@@ -16,10 +16,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForSpeechSeq2Seq, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import packed_attention_or_value
+from compiled_engine.attention.op import packed_attention
 from compiled_engine.models.foreign.compat import fill_buffers, mixed
+from compiled_engine.models.foreign.description import LayerShape
 from compiled_engine.models.foreign.interfaces import Step, attend
-from compiled_engine.models.foreign.observation import LayerAttention, Observation, UnsupportedModelError
+from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError
 from compiled_engine.passes.speech.cross_attention import cross_attention
 from compiled_engine.speech import SpeechDescription
 
@@ -67,7 +68,7 @@ def attend_in_role(
     q_THd, k_EHd, v_EHd = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if own.role == "encoder":
         assert step.clips is not None
-        return packed_attention_or_value(q_THd, k_EHd, v_EHd, step.clips, scale).unflatten(0, (-1, step.length)), None
+        return packed_attention(q_THd, k_EHd, v_EHd, step.clips, scale).unflatten(0, (-1, step.length)), None
     assert step.clip_T is not None
     if step.kept:
         k_EHd, v_EHd = step.kept[own.layer_idx]
@@ -189,7 +190,7 @@ def build_speech_model(config: Any, dtype: torch.dtype) -> tuple[Any, Observatio
             module.step = step
             module.role = "cross" if path.endswith(".encoder_attn") else path.split(".")[1]
     num_heads = config.decoder_attention_heads
-    heads = LayerAttention(num_heads, num_heads, config.d_model // num_heads, None, 0.0, sinks=False)
+    heads = LayerShape(num_heads, num_heads, config.d_model // num_heads, None, 0.0, sinks=False)
     layers = (heads,) * config.decoder_layers
     observation = Observation(layers, (), (), "model.decoder.layers", (0,) * len(layers), in_tuple=False)
     model.layers_path, model.layer_signatures = observation.layers_path, observation.signatures

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from compiled_engine.models.foreign.compat import (
 )
 from compiled_engine.models.foreign.description import (
     Description,
-    LayerShape,
     TensorDescription,
     UnknownArchitectureError,
 )
@@ -428,7 +426,7 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
         hidden_size=config.hidden_size,
         intermediate_size=_one_integer(getattr(config, "intermediate_size", None)),
         max_position_embeddings=max(0, longest - before),
-        layers=tuple(LayerShape(**asdict(layer)) for layer in observation.attention),
+        layers=observation.attention,
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         token_types=token_types,

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PreTrainedModel
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import packed_attention_or_value
+from compiled_engine.attention.op import packed_attention
 from compiled_engine.models.foreign.compat import fill_buffers, mixed, supported_version
 from compiled_engine.models.vision.description import describe_vision, read_vision_config
 from compiled_engine.models.vision.families import FAMILIES
@@ -54,7 +54,7 @@ def attend_within(
     own: Any = module
     inputs = own.borders.window if own.in_windows else own.borders.image
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention_or_value(q_THd, k_TKd, v_TKd, inputs, scale).unsqueeze(0), None
+    return packed_attention(q_THd, k_TKd, v_TKd, inputs, scale).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, attend_within)

@@ -482,10 +482,6 @@ def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor
     return torch.zeros(num_experts, dtype=torch.int32, device=device)
 
 
-def _fake(x_TD: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-
-
 experts = define_op(
     "experts(Tensor x_TD, Tensor logits_TE, Tensor gate_up_END, Tensor down_EDI, Tensor? gate_up_bias_EN, "
     'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
@@ -496,5 +492,5 @@ experts = define_op(
     "Tensor? down_row_scales_ER1=None, bool invariant=False) -> Tensor",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
 )

@@ -7,6 +7,7 @@ declarations instead of keeping lists of op names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,20 +96,38 @@ def define_op(
     """Register the functional op compiled_engine::<schema>, declare it as called without Inductor, and return it.
 
     cpu, cuda: the op's implementations per device. fake: returns tensors of the results' shapes and dtypes, for
-    tracing. reference, linear: see OpDeclaration. The op is registered directly in torch's dispatcher, where a call
-    costs several microseconds; torch.library.custom_op costs several times that. `implementation` returns the function
-    that generated code calls past the dispatcher.
+    tracing; it takes all of the op's arguments, or some, by their names in the schema. reference, linear: see
+    OpDeclaration. The op is registered directly in torch's dispatcher, where a call costs several microseconds;
+    torch.library.custom_op costs several times that. `implementation` returns the function that generated code calls
+    past the dispatcher.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"compiled_engine::{name}", fake, lib=_LIBRARY)
     op: OpOverload = getattr(torch.ops.compiled_engine, name).default
+    torch.library.register_fake(f"compiled_engine::{name}", _called_by_name(fake, op), lib=_LIBRARY)
     op.py_impl(_KEYS["cpu"])(cpu)
     op.py_impl(_KEYS["cuda"])(cuda)
     declare_op(op, OpDeclaration(direct=True, linear=linear, reference=reference))
     return op
+
+
+def _called_by_name(function: Callable[..., Any], op: OpOverload) -> Callable[..., Any]:
+    """Return a function of an op's arguments that calls `function` with those that it names.
+
+    A function with parameters of other names is returned itself.
+    """
+    arguments, wanted = op._schema.arguments, inspect.signature(function).parameters
+    if not wanted.keys() <= {argument.name for argument in arguments}:
+        return function
+
+    def call(*given: Any, **named: Any) -> Any:
+        values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        values |= {argument.name: value for argument, value in zip(arguments, given, strict=False)} | named
+        return function(**{name: values[name] for name in wanted})
+
+    return call
 
 
 def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:

@@ -50,18 +50,12 @@ def angles_of_sections(
     return torch.where(of_height_p, height_Tp, torch.where(of_width_p, width_Tp, time_Tp))
 
 
-def _fake(
-    positions_T: torch.Tensor, deltas_T3: torch.Tensor, inv_freq_p: torch.Tensor, sections: Sequence[int], mixed: bool
-) -> torch.Tensor:
-    return inv_freq_p.new_empty((positions_T.shape[0], inv_freq_p.shape[0]))
-
-
 # Runs once a step, and only in steps with images, so it has no kernel of its own.
 section_angles = define_op(
     "section_angles(Tensor positions_T, Tensor deltas_T3, Tensor inv_freq_p, int[] sections, bool mixed) -> Tensor",
     cpu=angles_of_sections,
     cuda=angles_of_sections,
-    fake=_fake,
+    fake=lambda positions_T, inv_freq_p: inv_freq_p.new_empty((positions_T.shape[0], inv_freq_p.shape[0])),
     reference=angles_of_sections,
 )
 

@@ -57,13 +57,13 @@ element_function = define_op(
     "element_function(Tensor x, str function) -> Tensor",
     cpu=reference,
     cuda=reference,
-    fake=lambda x, function: torch.empty_like(x, memory_format=torch.contiguous_format),
+    fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 row_function = define_op(
     "row_function(Tensor x_TN, str function) -> Tensor",
     cpu=row_reference,
     cuda=row_reference,
-    fake=lambda x, function: x.new_empty((*x.shape[:-1], _width(x.shape[-1], function))),
+    fake=lambda x_TN, function: x_TN.new_empty((*x_TN.shape[:-1], _width(x_TN.shape[-1], function))),
 )
 
 

@@ -83,15 +83,11 @@ def launch(
     return add_by_tile(operands, tiles)
 
 
-def _fake(y_TN: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(y_TN, memory_format=torch.contiguous_format)
-
-
 # Without a reference for Inductor on CPUs: the matrices to multiply depend on the values of slots.
 adapter_add = define_op(
     "adapter_add(Tensor y_TN, Tensor x_TK, Tensor a_SRK, Tensor b_SNR, Tensor ranks_SM, Tensor slots_T, int[] sizes)"
     " -> Tensor",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda y_TN: torch.empty_like(y_TN, memory_format=torch.contiguous_format),
 )

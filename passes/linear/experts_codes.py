@@ -174,14 +174,7 @@ def _weight(
     return torch.stack(found).to(getattr(torch, dtype))
 
 
-def _fake(
-    codes_ENK: torch.Tensor,
-    scales_ERC: torch.Tensor,
-    zeros_ERC: torch.Tensor | None,
-    scheme: str,
-    dtype: str,
-    row_scales_ER1: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _fake(codes_ENK: torch.Tensor, scheme: str, dtype: str) -> torch.Tensor:
     shape = *codes_ENK.shape[:-1], columns_of(codes_ENK, scheme)
     return codes_ENK.new_empty(shape, dtype=getattr(torch, dtype))
 

@@ -87,15 +87,7 @@ def launch(
     return quantised_product.launch(*operands, x_TK.dtype, tiles)
 
 
-def _fake(
-    x_TK: torch.Tensor,
-    codes_NK: torch.Tensor,
-    scales_RC: torch.Tensor,
-    input_scale_1: torch.Tensor | None,
-    bias_N: torch.Tensor | None,
-    scheme: str,
-    activation: str | None = None,
-) -> torch.Tensor:
+def _fake(x_TK: torch.Tensor, codes_NK: torch.Tensor, activation: str | None) -> torch.Tensor:
     return x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // (1 if activation is None else 2)))
 
 

@@ -99,23 +99,7 @@ def launch(
 
 
 def _fake(
-    x_TK: torch.Tensor,
-    codes_NK: torch.Tensor,
-    scales_RC: torch.Tensor,
-    zeros_RC: torch.Tensor | None,
-    input_scale_1: torch.Tensor | None,
-    bias_N: torch.Tensor | None,
-    scheme: str,
-    norm_weight_K: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual_TM: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    activation: str = "silu",
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    input_scales_CT: torch.Tensor | None = None,
-    dtype: str = "",
-    columns_1K: torch.Tensor | None = None,
+    x_TK: torch.Tensor, codes_NK: torch.Tensor, silu_mul: bool, input_scales_CT: torch.Tensor | None, dtype: str
 ) -> torch.Tensor:
     shape = x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)
     return x_TK.new_empty(shape, dtype=x_TK.dtype if input_scales_CT is None else getattr(torch, dtype))
@@ -194,20 +178,8 @@ def gated_launch(
     return round_inputs.launch(y_TM, parsed, static_1, activation="" if product_ends else activation)
 
 
-def _fake_gated(
-    x_TK: torch.Tensor,
-    input_scales_CT: torch.Tensor,
-    codes_NK: torch.Tensor,
-    scales_RC: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    scheme: str,
-    activation: str,
-    dtype: str,
-    static_1: torch.Tensor | None,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y_TM = x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // 2))
-    return round_inputs.fake_codes(y_TM, rounding)
+def _fake_gated(x_TK: torch.Tensor, codes_NK: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return round_inputs.fake_codes(x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // 2)), rounding)
 
 
 quantised_gated_rounded = define_op(

@@ -483,25 +483,12 @@ def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple
     return codes_TK, empty_scales(codes_TK, parsed)
 
 
-def _fake(
-    x_TK: torch.Tensor,
-    static_1: torch.Tensor | None,
-    rounding: str,
-    norm_weight_K: torch.Tensor | None = None,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    activation: str = "",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_codes(x_TK, rounding, bool(activation))
-
-
 round_inputs = define_op(
     "round_inputs(Tensor x_TK, Tensor? static_1, str rounding, Tensor? norm_weight_K=None, float eps=0.0, "
     'float norm_offset=0.0, bool norm_wide=False, str activation="") -> (Tensor, Tensor)',
     cpu=reference,
     cuda=_round_inputs,
-    fake=_fake,
+    fake=lambda x_TK, rounding, activation: fake_codes(x_TK, rounding, bool(activation)),
 )
 
 
@@ -549,14 +536,7 @@ def sum_launch(
     return codes_TD, scales_CT, sum_TD
 
 
-def fake_sum(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    static_1: torch.Tensor | None,
-    rounding: str,
-    *others: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fake_sum(x_TD: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return uninitialised tensors with the shapes and dtypes of `sum_reference`'s results, for tracing."""
     return *fake_codes(x_TD, rounding), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
 

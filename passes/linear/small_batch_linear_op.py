@@ -256,16 +256,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def _fake(
-    x_TK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    norm_weight_K: torch.Tensor | None,
-    eps: float,
-    residual_TM: torch.Tensor | None,
-    silu_mul: bool,
-    *others: object,
-) -> torch.Tensor:
+def _fake(x_TK: torch.Tensor, weight_NK: torch.Tensor, silu_mul: bool) -> torch.Tensor:
     return x_TK.new_empty((x_TK.shape[0], weight_NK.shape[0] // (2 if silu_mul else 1)))
 
 

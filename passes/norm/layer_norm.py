@@ -120,7 +120,7 @@ def launch(
     return normed_TD, total_TD
 
 
-def _fake(x_TD: torch.Tensor, residual_TD: torch.Tensor | None, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     return normed_TD, x_TD.new_empty(0) if residual_TD is None else torch.empty_like(normed_TD)
 

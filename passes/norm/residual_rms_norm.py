@@ -131,16 +131,12 @@ def launch(
     return normed_TD, total_TD
 
 
-def _fake(x_TD: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(x_TD)
-
-
 residual_rms_norm = define_op(
     "residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps, float offset=0.0, "
     "bool wide=False, Tensor? inner_weight_D=None) -> (Tensor, Tensor)",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda x_TD: (torch.empty_like(x_TD), torch.empty_like(x_TD)),
     reference=reference,
 )
 

@@ -123,17 +123,11 @@ def launch(
     return out_TD
 
 
-def _fake(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
-) -> torch.Tensor:
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-
-
 rms_norm = define_op(
     "rms_norm(Tensor x_TD, Tensor weight_D, float eps, float offset=0.0, bool wide=False) -> Tensor",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
     reference=reference,
 )
 

@@ -208,14 +208,10 @@ def push(
     return normed_TD, total_TD
 
 
-def _fake(x_TD: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(x_TD)
-
-
 sequence_parallel_norm = define_op(
     "sequence_parallel_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps, float offset=0.0, "
     "bool wide=False, Tensor? inner_weight_D=None) -> (Tensor, Tensor)",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda x_TD: (torch.empty_like(x_TD), torch.empty_like(x_TD)),
 )

@@ -56,14 +56,10 @@ def launch(
     return attend_to_clips(q_THd, k_EHd, v_EHd, clip_T, length, scale)
 
 
-def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-
-
 # Without a reference for Inductor on CPUs: the keys to read depend on the values of clip_T.
 cross_attention = define_op(
     "cross_attention(Tensor q_THd, Tensor k_EHd, Tensor v_EHd, Tensor clip_T, int length, float scale) -> Tensor",
     cpu=reference,
     cuda=launch,
-    fake=_fake,
+    fake=lambda q_THd: torch.empty_like(q_THd, memory_format=torch.contiguous_format),
 )

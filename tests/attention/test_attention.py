@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -79,15 +79,7 @@ LIMITS = {
 }
 # Triton 3.6 has its interpreter turn arrays of one element into integers, which numpy refuses from 2.5 on.
 INTERPRETER_IS_BROKEN = triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors this small only make threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import Case, Request, build, depends_on_garbage, mistake, step
+from hopper import require_hopper
 
 from compiled_engine.attention.backends.hopper_prefill import FEWEST_TOKENS, on_hopper
 from compiled_engine.attention.backends.triton_prefill import prefill_tiles
@@ -33,8 +34,7 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
+    require_hopper()
 
 
 @pytest.mark.product(one_in=4, each=("case",))

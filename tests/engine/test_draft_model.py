@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from small_engines import CHUNKED
 
 from compiled_engine.features.speculation.draft_model import DraftModel
 from compiled_engine.features.speculation.drafter import Drafting
@@ -16,17 +17,7 @@ from compiled_engine.features.speculation.verification import accepted_at_random
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
-# Few tokens a step, so that prompts come in chunks.
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "num_blocks": 200,
-}
+ENGINE = CHUNKED | {"num_blocks": 200}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

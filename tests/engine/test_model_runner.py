@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from recorded_capture import RecordedCapture
+from runner_of import runner_of
 
 from compiled_engine.config import GraphConfig, GraphMode
 from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine import scheduler
 from compiled_engine.engine.core import EngineCore
-from compiled_engine.engine.executor import ControlCall, InProcessExecutor
+from compiled_engine.engine.executor import ControlCall
 from compiled_engine.engine.messages import EngineRequest, LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.runner import Runner
 from compiled_engine.graphs.cuda_graphs.manager import GraphCounters
@@ -41,12 +42,6 @@ def core() -> Iterator[EngineCore]:
     core = made()
     yield core
     core.close()
-
-
-def runner_of(core: EngineCore) -> Runner:
-    executor = core.executor
-    assert isinstance(executor, InProcessExecutor)
-    return executor.runner
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_runner import next_step
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
@@ -21,12 +22,6 @@ def bare_scheduler(max_new_tokens_per_step: int = 1, **changes: Any) -> Schedule
     most = max_new_tokens_per_step
     features = [DraftPlan(most - 1, 4, 1)] if most > 1 else []
     return Scheduler(config, cache, num_blocks=3, vocab_size=11, max_new_tokens_per_step=most, features=features)
-
-
-def next_step(scheduler: Scheduler) -> SchedulerOutput:
-    step = scheduler.schedule()
-    assert step is not None
-    return step
 
 
 def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_runner import next_step
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
@@ -35,12 +36,6 @@ def made(max_new_tokens_per_step: int, **limits: Any) -> Scheduler:
 def add(scheduler: Scheduler, name: str, prompt: int = 3, output: tuple[int, ...] = (), **params: Any) -> None:
     given = SamplingParams(**{"max_tokens": 30, "ignore_eos": True} | params)
     scheduler.add(EngineRequest(name, (1,) * prompt, given, output_token_ids=output))
-
-
-def next_step(scheduler: Scheduler) -> SchedulerOutput:
-    step = scheduler.schedule()
-    assert step is not None
-    return step
 
 
 def update(scheduler: Scheduler, result: RunnerOutput) -> dict[str, EngineOutput]:

@@ -12,6 +12,7 @@ from checkpoints import write_idle_layers
 from eagle_heads import write_fitted_head
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from small_engines import CHUNKED
 
 from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.engine.input_batch import InputBatch
@@ -25,17 +26,8 @@ from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "num_blocks": 40,
-}
+# Few blocks, so that requests are preempted.
+ENGINE = CHUNKED | {"num_blocks": 40}
 REPETITIVE = "x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,15 +19,14 @@ from msgspec import structs
 from other_padding import prepare_with, replay_with_other_padding
 from plain_config import BASE
 from recorded_capture import RecordedCapture
+from runner_of import runner_of
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine import step_graphs
 from compiled_engine.engine.core import EngineCore
-from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.engine.messages import EngineRequest, prefix_root
-from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.step_graphs import ModelStep, affordable
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.prompt_logprobs.extras import rows_in
@@ -44,12 +43,6 @@ MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RE
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "CudaCapture", RecordedCapture)
-
-
-def runner_of(core: EngineCore) -> Runner:
-    executor = core.executor
-    assert isinstance(executor, InProcessExecutor)
-    return executor.runner
 
 
 def make_config(

@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from families import family, write_checkpoint
 from family_comparison import difference_of
-from small_engines import PROMPTS
+from small_engines import CHUNKED, PROMPTS
 
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
@@ -20,17 +20,8 @@ from compiled_engine.sampling.params import SamplingParams
 # One case is drawn of each test; `make test-all` runs every one.
 pytestmark = pytest.mark.product(one_in=1000)
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 24,
-    "block_size": 16,
-    "num_blocks": 7,
-}
+# Few blocks, so that requests are preempted.
+ENGINE = CHUNKED | {"max_num_batched_tokens": 24, "block_size": 16, "num_blocks": 7}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 COMMON = "import os\nimport sys\nimport json\n\n\ndef read(path):\n    with open(path) as file:\n        return "
 TEXTS = [COMMON + "json", COMMON + "file.read()", *PROMPTS]

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from other_padding import prepare_with, replay_with_other_padding
+from runner_of import runner_of
 
 from compiled_engine.engine import step_graphs
-from compiled_engine.engine.executor import InProcessExecutor
-from compiled_engine.engine.runner import Runner
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
@@ -57,12 +56,6 @@ def engine(mode: str, graph_mode: str, dtype: str = "float32", **options: Any) -
     here = {} if mode == "eager" else {"compile_workers": 0}
     chosen = {"max_num_seqs": 256, "max_num_batched_tokens": 1024, "num_blocks": 12000} | here | sizes | options
     return LLM(device="cuda", progress=False, mode=mode, graph_mode=graph_mode, dtype=dtype, **chosen)
-
-
-def runner_of(llm: LLM) -> Runner:
-    executor = llm.core.executor
-    assert isinstance(executor, InProcessExecutor)
-    return executor.runner
 
 
 def prompts_of(held_out_ids: list[int], count: int, longest: int) -> list[dict[str, list[int]]]:

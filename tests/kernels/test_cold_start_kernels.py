@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from runner_of import runner_of
 
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.inputs import attention_inputs_of
 from compiled_engine.engine import warm_up
-from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.engine.input_batch import empty_batch, prepare, stage_empty, step_of_batch
-from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
 from compiled_engine.kernels.cache_folder import VARIABLE
 from compiled_engine.kernels.compile_ahead import KernelWorkers
@@ -29,12 +28,6 @@ from compiled_engine.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
-
-
-def runner_of(llm: LLM) -> Runner:
-    executor = llm.core.executor
-    assert isinstance(executor, InProcessExecutor)
-    return executor.runner
 
 
 pytestmark = pytest.mark.usefixtures("hopper")

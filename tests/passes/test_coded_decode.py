@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import PADDING, Case, build, decodes, mistake, near_cache
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import TOLERANCE, arguments_of, copied
 
@@ -136,11 +137,6 @@ def test_the_plan_follows_from_programs_and_contexts() -> None:
     assert splits(256, 2 * LONG_SPLIT) == 2
 
 
-def _hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
-
-
 def planned(plan: CodedPlan, splits: int) -> CodedPlan:
     return replace(plan, splits=Splits(splits, GRAIN))
 
@@ -153,7 +149,7 @@ def planned(plan: CodedPlan, splits: int) -> CodedPlan:
 @OF_CASES
 def test_it_is_attention(case: Case, storage: str, splits: int, plan: CodedPlan) -> None:
     """Over a cache of which unused blocks and slots hold NaN."""
-    _hopper()
+    require_hopper()
     case = replace(case, storage=storage).sized("triton")
     batch = build(case, torch.bfloat16, "cuda")
     cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
@@ -172,7 +168,7 @@ def test_it_is_attention(case: Case, storage: str, splits: int, plan: CodedPlan)
 @OF_STORAGES
 @OF_CASES
 def test_it_is_the_two_ops(case: Case, storage: str, normed: bool, splits: int, plan: CodedPlan) -> None:
-    _hopper()
+    require_hopper()
     arguments = arguments_of(replace(case, storage=storage).sized("triton"), torch.bfloat16, "cuda", normed)
     one, two = copied(arguments), copied(arguments)
     inputs = inputs_of(tuple(one))

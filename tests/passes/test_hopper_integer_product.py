@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, products_and_groups, stack_bytes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,8 +127,7 @@ def compiled(tokens: int, splits: int, gated: bool, has_zeros: bool, dtype: str)
 def test_the_kernel_computes_the_reference(
     case: Case, tokens: int, splits: int, scheme: str, dtype: torch.dtype
 ) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for Hopper")
+    require_hopper()
     operands = arguments_of(case, scheme, dtype, "cuda")
     expected = reference(**operands).float()
     words = in_words(operands)

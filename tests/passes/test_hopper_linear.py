@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
 from tuned_linears import PLAIN
@@ -169,18 +170,13 @@ def test_other_batches_and_devices_have_no_tiles(tokens: int, device: str) -> No
     assert hopper_tiles(tokens, 6144, 1024, True, torch.bfloat16, torch.device(device)) is None
 
 
-def _hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tiles", "tokens", "rows", "k", "activation", "dtype"), WAYS)
 def test_it_is_a_linear(
     tiles: HopperTiles, tokens: int, rows: int, k: int, activation: str | None, dtype: torch.dtype
 ) -> None:
     """With a bias and a residual, into memory that was NaN; the same bits whatever other tokens there are."""
-    _hopper()
+    require_hopper()
     case = Case(tokens, rows, k, bias=True, silu_mul=activation is not None, residual=True)
     given = arguments_of(case, dtype, "cuda")
     assert given.bias_N is not None
@@ -205,7 +201,7 @@ def test_the_ops_launch_what_the_profile_names(
     device: str, key: tuple[int, int, int, bool], tiles: dict[str, int]
 ) -> None:
     """Chained in a graph and replayed: right every time, and bit for bit the same."""
-    _hopper()
+    require_hopper()
     if torch.cuda.get_device_name() != device:
         pytest.skip(f"measured on {device}")
     tokens, rows, k, gated = key
@@ -235,7 +231,7 @@ def test_the_ops_launch_what_the_profile_names(
 @pytest.mark.parametrize("shape", NEAR, ids=str)
 def test_shapes_that_were_not_measured(shape: tuple[int, int, int, bool]) -> None:
     """Into memory that was NaN."""
-    _hopper()
+    require_hopper()
     tokens, rows, k, gated = shape
     small = tokens <= small_batch_linear_op.TOKEN_BUCKETS[-1]
     case = Case(tokens, rows, k, norm=small, silu_mul=gated, residual=small and not gated)

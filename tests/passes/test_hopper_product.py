@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from small_batch_linear_cases import Case, arguments_of, nan_in_new_tensors
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -206,18 +207,13 @@ def test_other_batches_and_devices_have_no_tiles(tokens: int, device: str) -> No
     assert product_tiles(tokens, 24576, 4096, True, torch.bfloat16, torch.device(device)) is None
 
 
-def _hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tiles", "tokens", "rows", "k", "activation", "dtype"), WAYS)
 def test_it_is_a_linear(
     tiles: ProductTiles, tokens: int, rows: int, k: int, activation: str | None, dtype: torch.dtype
 ) -> None:
     """Into memory that was NaN; the same bits whatever other tokens there are."""
-    _hopper()
+    require_hopper()
     given = arguments_of(Case(tokens, rows, k, silu_mul=activation is not None), dtype, "cuda")
     arguments = given.weight_NK, activation is not None, activation or "silu", tiles
     with nan_in_new_tensors():
@@ -236,7 +232,7 @@ def test_it_is_a_linear(
 @pytest.mark.parametrize(("device", "product"), MEASURED, ids=str)
 def test_the_op_launches_what_the_profile_names(device: str, product: MeasuredProduct) -> None:
     """In a graph and replayed: right every time, and bit for bit the same."""
-    _hopper()
+    require_hopper()
     if torch.cuda.get_device_name() != device:
         pytest.skip(f"measured on {device}")
     rows, k = product.num_rows, product.k

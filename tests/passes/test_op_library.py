@@ -98,6 +98,21 @@ def test_a_defined_op_computes_what_it_was_given_for_each_device() -> None:
         declare_op(op, OpDeclaration(direct=True, linear=linear))
 
 
+def test_a_fake_has_the_arguments_that_it_names() -> None:
+    def rows(x: torch.Tensor, num_rows: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return x.new_zeros((num_rows, x.shape[1]), dtype=dtype)
+
+    schemas = ("(Tensor x, int num_rows=1, ScalarType? dtype=None) -> Tensor",) * 2
+    fakes = (lambda num_rows, x: x.new_empty((num_rows, x.shape[1])), lambda y, *others: y.new_empty((7, 7)))
+    by_name, by_place = (
+        define_op(f"tests_rows_{number}{schema}", cpu=rows, cuda=rows, fake=fake)
+        for number, (schema, fake) in enumerate(zip(schemas, fakes, strict=True))
+    )
+    meta = torch.empty(3, 5, device="meta")
+    assert [by_name(meta).shape, by_name(meta, 2).shape, by_name(meta, num_rows=4).shape] == [(1, 5), (2, 5), (4, 5)]
+    assert by_place(meta, 2).shape == (7, 7)
+
+
 def test_what_was_never_declared_is_empty_and_its_own_implementation() -> None:
     assert declaration_of(aten.exp.default) == declaration_of(torch.exp) == declaration_of("exp") == OpDeclaration()
     assert implementation(aten.exp.default, "cpu") is aten.exp.default

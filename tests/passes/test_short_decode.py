@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import PADDING, Case, decodes
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, copied
 
@@ -91,11 +92,6 @@ def test_it_fits_and_reads_keys_before_the_wait(
     assert "st.global" in after
 
 
-def _hopper() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
-
-
 def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
     q, k, v, cache, out = arguments[:5]
     scoring, inputs = Scoring(*arguments[16:21]), inputs_of(tuple(arguments))
@@ -110,7 +106,7 @@ def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: ShortTiles) -> None:
     """Unused slots and the output are NaN; contexts may be longer than a tile."""
-    _hopper()
+    require_hopper()
     arguments = arguments_of(case, dtype, "cuda", normed)
     one, two = copied(arguments), copied(arguments)
     in_one(one, tiles)
@@ -124,7 +120,7 @@ def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: 
 @pytest.mark.gpu
 @OF_TILES
 def test_padding_and_unused_slots_change_no_bit(tiles: ShortTiles) -> None:
-    _hopper()
+    require_hopper()
     outputs = []
     for garbage in (float("nan"), 1e4):
         arguments = arguments_of(WITH_PADDING, torch.bfloat16, "cuda", True, garbage)
@@ -135,7 +131,7 @@ def test_padding_and_unused_slots_change_no_bit(tiles: ShortTiles) -> None:
 
 @pytest.mark.gpu
 def test_contexts_follow_from_the_programs_that_a_multiprocessor_has() -> None:
-    _hopper()
+    require_hopper()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
 
     def short_contexts(num_requests: int, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from attention_cases import AUTO
 from draft_attention_cases import drafted
+from hopper import require_hopper
 from hopper_compilation import compiled_for_hopper, stack_bytes
 
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
@@ -92,8 +93,7 @@ def wide(argument: Any, dtype: torch.dtype) -> Any:
 def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -> None:
     """It writes what they write, and is as near as they are to what they compute in fp32; contexts of a part of the
     tile and of all of it, with drafts that are missing, and rows of padding; the same where it has nothing to write."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for compute capability 9")
+    require_hopper()
     for seed in range(4):
         arguments, query_len = arguments_of(seed, dtype, tiles.keys + 1 if fills else 40)
         one, two = ([*arguments[:3], arguments[3].clone(), arguments[4].clone(), *arguments[5:]] for _ in range(2))

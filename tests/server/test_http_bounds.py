@@ -6,23 +6,11 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
-from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, narrow_server, running
-
-
-@pytest.fixture(scope="module")
-def scripted(server: RunningServer) -> ScriptedEngine:
-    return ScriptedEngine(server.engine, ["a", "b"])
-
-
-@pytest.fixture(scope="module")
-def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
-    with narrow_server(scripted) as server:
-        yield server
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, running
 
 
 def raw(server: RunningServer, data: bytes, wait_s: float = 5) -> bytes:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, narrow_server, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.server.middleware import visitor_check
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.run import bind
 from compiled_engine.server.web_origins import AllowedPages
-
-
-@pytest.fixture(scope="module")
-def scripted(server: RunningServer) -> ScriptedEngine:
-    return ScriptedEngine(server.engine, ["a", "b"])
-
-
-@pytest.fixture(scope="module")
-def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
-    with narrow_server(scripted) as server:
-        yield server
 
 
 def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:

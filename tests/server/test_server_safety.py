@@ -17,22 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
-from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, narrow_server, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.server.errors import ApiError, without_internals
-from compiled_engine.server.json_size import is_deeper_than
+from compiled_engine.server.json_size import check_size
 from compiled_engine.server.options import Limits, ServerOptions
 
-
-@pytest.fixture(scope="module")
-def scripted(server: RunningServer) -> ScriptedEngine:
-    return ScriptedEngine(server.engine, ["a", "b"])
-
-
-@pytest.fixture(scope="module")
-def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
-    with narrow_server(scripted) as server:
-        yield server
+MANY = 1 << 20  # more values than a test has
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +89,29 @@ def test_depth_is_found_without_parsing(value: Any) -> None:
         return 0 if inner is None else 1 + max(map(depth, inner), default=0)
 
     body = json.dumps(value).encode()
-    for most in (0, 1, depth(value) - 1, depth(value)):
-        assert is_deeper_than(body, most) == (depth(value) > most) or most < 0
+    for most in {0, 1, max(0, depth(value) - 1), depth(value)}:
+        with pytest.raises(ApiError) if depth(value) > most else contextlib.nullcontext():
+            check_size(body, most, MANY)
 
 
 def test_depth_is_found_in_time() -> None:
     """Of a text that is no JSON as well."""
     in_a_minute(r"""
-from compiled_engine.server.json_size import is_deeper_than
+from compiled_engine.server.errors import ApiError
+from compiled_engine.server.json_size import check_size
+
+def is_refused(body, max_depth):
+    try:
+        check_size(body, max_depth, 1 << 20)
+    except ApiError:
+        return True
+    return False
+
 string = b'"' + b'\\"' * 500_000
-assert not is_deeper_than(b"[1]," * 65 + string, 64)
-assert is_deeper_than(b"[" * 65 + string, 64)
-assert not is_deeper_than(b"[1]," * 65 + string + b'\\\n[[["', 2)
-assert is_deeper_than(b"[1]," * 65 + string + b'"[[["', 2)
+assert not is_refused(b"[1]," * 65 + string, 64)
+assert is_refused(b"[" * 65 + string, 64)
+assert not is_refused(b"[1]," * 65 + string + b'\\\n[[["', 2)
+assert is_refused(b"[1]," * 65 + string + b'"[[["', 2)
 """)
 
 

@@ -19,23 +19,15 @@ from families import family, write_checkpoint
 from message_record import MessageDigests, recorded_messages
 from pooling_folders import make_classifier, make_embedder
 from scripted_drafts import AnyLength
+from small_engines import CHUNKED
 from step_trace import recorded_graphs, steady_step
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.features import registry
 from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "num_blocks": 36,
-}
+# Few blocks, so that requests are preempted.
+OPTIONS = CHUNKED | {"num_blocks": 36}
 TEXTS = (
     "x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2",
     "def parse(",

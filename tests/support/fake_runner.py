@@ -16,6 +16,7 @@ import numpy as np
 from lagging_copies import LaggingCopies
 
 from compiled_engine.engine.messages import LateInputs, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.structured.extras import NAME, masks_in
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
@@ -41,6 +42,13 @@ class Share(NamedTuple):
     num_tokens: int
     new_block_ids: tuple[int, ...]
     samples: bool
+
+
+def next_step(scheduler: Scheduler) -> SchedulerOutput:
+    """Return the scheduler's next step, which it must have."""
+    step = scheduler.schedule()
+    assert step is not None
+    return step
 
 
 def shares_of(step: SchedulerOutput) -> list[Share]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from small_engines import CHUNKED
 
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.features.speculation.draft_head import DraftHead
@@ -13,18 +14,8 @@ from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.sampling.params import SamplingParams
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "num_blocks": 36,
-    "tokenizer": str(BUNDLED_MODEL_PATH),
-}
+# Few blocks, so that requests are preempted.
+ENGINE = CHUNKED | {"num_blocks": 36, "tokenizer": str(BUNDLED_MODEL_PATH)}
 VOCAB = 131
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 
 
@@ -29,3 +30,9 @@ class Hopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def require_hopper() -> None:
+    """Skip the test unless this machine has a GPU of compute capability 9."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")

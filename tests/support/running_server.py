@@ -149,9 +149,3 @@ NARROW = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, 
                 max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
                 max_logprob_entries=100, max_answer_tokens=20,
                 receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
-
-
-@contextmanager
-def narrow_server(engine: ScriptedEngine) -> Iterator[RunningServer]:
-    with running(engine, api_key=("another", KEY), limits=NARROW, strict=True) as server:
-        yield server

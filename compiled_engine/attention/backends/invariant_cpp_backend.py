@@ -11,32 +11,20 @@ from dataclasses import replace
 import torch
 
 from compiled_engine.attention.backend import AttentionBackend
-from compiled_engine.attention.backends.cpp_backend import BACKEND as CPP
-from compiled_engine.attention.backends.cpp_backend import rotate_and_write
+from compiled_engine.attention.backends.cpp_backend import CppBackend
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
-from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
 
-class InvariantCppBackend(AttentionBackend):
+class InvariantCppBackend(CppBackend):
     """Attention whose bits for a token depend on its context alone, see the module."""
 
     name = "invariant_cpp"
-    default_block_size = CPP.default_block_size
 
     def accept(self, case: AttentionCase) -> Support:
-        CPP.accept(case)
+        super().accept(case)
         require(case.dtype == torch.float32, "dtype", case.dtype, names_of([torch.float32]))
         return Support(GraphSupport.NEVER)
-
-    def write_kv(
-        self,
-        k_TKd: torch.Tensor,
-        v_TKd: torch.Tensor,
-        kv_cache_N2PKd: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-        kv_scales_2K: torch.Tensor | None = None,
-    ) -> None:
-        CPP.write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
     def attend(
         self,
@@ -46,25 +34,7 @@ class InvariantCppBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        CPP.attend(q_THd, kv_cache_N2PKd, out_THd, as_decodes(inputs, q_THd.shape[0]), scoring)
-
-    def attend_unrotated(
-        self,
-        q_THd: torch.Tensor,
-        k_TKd: torch.Tensor,
-        v_TKd: torch.Tensor,
-        rotation: Rotation,
-        kv_cache_N2PKd: torch.Tensor,
-        out_THd: torch.Tensor,
-        inputs: AttentionInputs,
-        scoring: Scoring,
-    ) -> bool:
-        slot_mapping_T, kv_scales_2K = inputs.slot_mapping_T, scoring.kv_scales_2K
-        rotated_THd = rotate_and_write(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
-        if rotated_THd is None:
-            return False
-        self.attend(rotated_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
-        return True
+        super().attend(q_THd, kv_cache_N2PKd, out_THd, as_decodes(inputs, q_THd.shape[0]), scoring)
 
 
 def as_decodes(inputs: AttentionInputs, num_tokens: int) -> AttentionInputs:

@@ -169,7 +169,7 @@ def send(job: Job, processes: int, name: str, progress: Progress) -> list[Report
             senders.append(_Sender(stack.enter_context(started(["-m", SENDER], "a sender"))))
             senders[-1].process.write(msgspec.json.encode(part))
         for sender in senders:
-            sender.read_until("ready")
+            sender.await_ready()
         start = time.monotonic() + LEAD_S
         threads = []
         for sender in senders:
@@ -186,11 +186,9 @@ class _Sender:
         self.process = process
         self._report: bytes | None = None
 
-    def read_until(self, key: str) -> None:
-        """Read lines until one has this key, or until the process ends."""
-        for line in self._lines():
-            if key in line:
-                return
+    def await_ready(self) -> None:
+        """Read lines until one says "ready", or until the process ends."""
+        any("ready" in line for line in self._lines())
 
     def follow(self, advance: Any) -> None:
         """Read lines until the process ends. advance: called with the number of requests that have newly ended."""

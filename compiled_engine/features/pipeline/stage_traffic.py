@@ -16,7 +16,7 @@ from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_hooks import StepFeature
+from compiled_engine.engine.step_hooks import StepFeature, Tail
 from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.rows.staged_writes import upload
@@ -92,16 +92,11 @@ class StageTraffic(StepFeature):
         return upload(batch.rows[batch.samples].astype("int64"), self._device)
 
 
-class SendTail:
-    """Sends the forward's output to the next stage, in every stage but the last. Implements step_hooks.Tail."""
+class SendTail(Tail):
+    """Sends the forward's output to the next stage, in every stage but the last."""
 
     def __init__(self, traffic: StageTraffic, advance: Advance) -> None:
         self._traffic, self.advance = traffic, advance
-
-    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Advance the request states of the first num_rows rows, and return the forward's output tensor. See Tail."""
-        self.advance(batch, None, num_rows)
-        return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """Send the forward's output to the next stage. See Tail.

@@ -22,7 +22,7 @@ from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
 from compiled_engine.engine.forward import ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
 from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.graphs.compiler.signature import POOLER
@@ -95,8 +95,8 @@ class TokenTypes(StepFeature):
             self._fields.set(row, **{SECOND_TEXT: before})
 
 
-class StepPooling:
-    """Pools the forward's output. Implements step_hooks.Tail.
+class StepPooling(Tail):
+    """Pools the forward's output.
 
     Only causal models need row fields (a row of state for each request), since their prompts may take several steps.
     """
@@ -111,11 +111,6 @@ class StepPooling:
             shape = (model.hidden_size,)
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
             self._states.fields.declare(*fields)
-
-    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Advance the request states of the first num_rows rows, and return the forward's output tensor. See Tail."""
-        self.advance(batch, None, num_rows)
-        return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """Pool the forward's output, and add the pooled rows to `results`. See Tail.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from compiled_engine.server.parsers.call_marks import FUNCTION_GEMMA, GEMMA4, CallMarks
+from compiled_engine.server.parsers.call_marks import CallMarks
 from compiled_engine.server.parsers.gemma_arguments import GemmaArguments
 from compiled_engine.server.parsers.marked_calls import MarkedCalls
 from compiled_engine.server.parsers.named_call import NAME, NamedCall
 
 KIND = "call:"
 QUOTE, FUNCTION_QUOTE = '<|"|>', "<escape>"
-MARKUP, FUNCTION_MARKUP = (*GEMMA4.texts, QUOTE), (*FUNCTION_GEMMA.texts, FUNCTION_QUOTE)
 
 
 class GemmaParser(MarkedCalls):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_runner import next_step
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
@@ -59,12 +60,6 @@ def made(
 def add(scheduler: Scheduler, name: str, prompt: int = 2, **params: Any) -> None:
     params = {"max_tokens": 40, "ignore_eos": True} | params
     scheduler.add(EngineRequest(name, (1,) * prompt, SamplingParams(**params)))
-
-
-def next_step(scheduler: Scheduler) -> SchedulerOutput:
-    step = scheduler.schedule()
-    assert step is not None
-    return step
 
 
 def result_of(counts: Sequence[int], num_drafts: Sequence[int] | None) -> RunnerOutput:

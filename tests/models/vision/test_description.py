@@ -35,14 +35,14 @@ def test_levels_windows_and_tiles_are_described() -> None:
     qwen3, qwen2_5 = (described(f"{name}ForConditionalGeneration") for name in ("Qwen3VL", "Qwen2_5_VL"))
     assert (qwen3.levels, qwen3.row_size, qwen3.mrope_section, qwen3.mrope_interleaved) == (2, 192, (4, 2, 2), True)
     assert (qwen2_5.window_size, qwen2_5.mrope_section, qwen2_5.mrope_interleaved) == (16, (2, 3, 3), False)
-    assert (qwen2_5.most_embeddings(128 * 64), qwen2_5.most_patches(128 * 64)) == (128, 512)
+    assert qwen2_5.most_embeddings(128 * 64) == 128
     llava, gemma = (described(f"{name}ForConditionalGeneration") for name in ("Llava", "Gemma3"))
     assert (llava.tile_embeddings, llava.tile_patches, llava.both_ways) == (36, 37, False)
     assert (gemma.tile_embeddings, gemma.tile_patches, gemma.both_ways) == (9, 36, True)
     assert gemma.most_embeddings(0, max_tiles=3) == 27
     next_llava = described("LlavaNextForConditionalGeneration")
     assert next_llava.most_embeddings(0) == 36 + 12 * 13
-    assert (next_llava.most_patches(0), next_llava.most_tiles(100)) == (5 * 37, 10)
+    assert next_llava.most_tiles(100) == 10
     with_class = described("LlavaForConditionalGeneration", vision_feature_select_strategy="full")
     assert with_class.tile_embeddings == 37
 

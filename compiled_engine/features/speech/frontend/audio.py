@@ -21,20 +21,13 @@ LONGEST_S = 2 * 3600  # of audio to transcribe
 PIECE_S = 60  # of audio that is converted to another rate at once
 
 
-def read_audio(name: str, audio: Any) -> MediaSource:
-    """Return the audio that a caller gives, as a source of the kind "samples" or "file".
-
-    Samples are in float32, with their rate as `mode`. Raises TypeError, ValueError or OSError, beginning with the name,
-    for a value that is no audio or is out of bounds.
-    """
-    return audio_reader(name, audio)()
-
-
 def audio_reader(name: str, audio: Any) -> Callable[[], MediaSource]:
-    """Return a function that returns what `read_audio` does, and may be called in another thread.
+    """Return a function that returns the audio that a caller gives, and may be called in another thread.
 
-    Files are read, and types, shapes and rates are checked, before this returns; the errors are those of `read_audio`.
-    The returned function copies samples, and raises ValueError, beginning with the name, if some are not finite.
+    The source is of the kind "samples" or "file"; samples are in float32, with their rate as `mode`. Files are read,
+    and types, shapes and rates are checked, before this returns. Raises TypeError, ValueError or OSError, beginning
+    with the name, for a value that is no audio or is out of bounds. The returned function copies samples, and raises
+    ValueError, beginning with the name, if some are not finite.
     """
     try:
         if isinstance(audio, bytes | bytearray | memoryview):

@@ -25,7 +25,6 @@ from compiled_engine.features.speech.frontend.audio import (
     Samples,
     audio_reader,
     check_length,
-    read_audio,
     samples_of,
 )
 from compiled_engine.features.speech.frontend.decoding import Wanted, WindowDecoder
@@ -127,7 +126,7 @@ class SpeechRequests(RequestFeature):
         def text_of(token_ids: Sequence[int]) -> str:
             return tokenizer.decode([token for token in token_ids if token not in special])
 
-        decoder, source = WindowDecoder(rules, wanted, text_of), read_audio(AUDIO, audio)
+        decoder, source = WindowDecoder(rules, wanted, text_of), audio_reader(AUDIO, audio)()
         if timestamps:
             return timed_windows.transcribing(decoder, self._features(source), self._speech.num_frames)
         seconds = self._speech.num_frames / FRAMES_PER_SECOND
