@@ -235,7 +235,8 @@ def test_prefill_with_large_tiles(
     check: Callable[..., str], shape: Shape, cache: torch.dtype | None, shared: bool
 ) -> None:
     compilation = prefill(torch.bfloat16, shape, SHORT_CONTEXT + 1, shared=shared, memory=227 << 10)
-    ptx = check(compilation, torch.bfloat16, shape, spilled=SPILLED, cache=cache)
+    # Codes are decoded while registers hold the sums of all rows.
+    ptx = check(compilation, torch.bfloat16, shape, spilled=3 * SPILLED + 16 if cache else 312, cache=cache)
     assert "wgmma" in ptx
     assert "cp.async.cg.shared.global" in ptx
 
