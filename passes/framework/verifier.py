@@ -23,9 +23,10 @@ from compiled_engine.passes.framework.parameter import KV_SCALES, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 
 # Allowed error of the rewrite relative to the original's, and, for another order of summation, in units in the last
-# place of a row's largest value.
+# place of a row's largest value. In fp32 the original is the oracle too, without an error of its own, and attention whose
+# scores have no factor (Gemma 4) multiplies rounding errors.
 FACTOR = 2.0
-ULPS = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+ULPS = {torch.float32: 128.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # In narrower rows all results may cancel out, so they are measured against the mean row.
 NARROW = 8
 # Larger ranges are checked at their low end and at this token count.
