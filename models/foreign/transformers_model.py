@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.models.foreign.alibi import fill_slopes
+from compiled_engine.models.foreign.alibi import LONGEST, fill_slopes
 from compiled_engine.models.foreign.angles import (
     RotaryByLength,
     adapt_rotary_modules,
@@ -410,6 +410,8 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
     speech = None
     if isinstance(model, SpeechModel):
         speech, longest = describe_speech(inner.config), inner.config.max_target_positions
+    if any(layer.linear_bias for layer in observation.attention):
+        longest = min(longest, LONGEST)
     first: dict[int, str] = {}
     parameters = []
     for name, parameter in model.named_parameters(remove_duplicate=False):

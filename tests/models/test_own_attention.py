@@ -104,6 +104,14 @@ def test_biases_of_heads_that_share_a_key_are_refused(tmp_path: Path) -> None:
         build_foreign_model(json.dumps(values | {"model_type": "falcon"}), torch.float32)
 
 
+def test_texts_are_no_longer_than_two_digits_can_count(tmp_path: Path) -> None:
+    """Further positions would be rounded in 16 bits."""
+    values = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "seq_length": 2 * LONGEST}
+    (tmp_path / "config.json").write_text(json.dumps(family("bloom").config() | values))
+    options = {"model": tmp_path, "device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
+    assert resolve(make_options(options)).model.max_model_len == LONGEST
+
+
 class Biased(Alibi, nn.Module):
     """A module with biases of scores, as an attention module of transformers has them."""
 
