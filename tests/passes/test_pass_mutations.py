@@ -288,4 +288,5 @@ def test_another_kind_of_value_is_caught(target: Any, arguments: tuple[Any, ...]
 
 def test_every_pass_is_broken() -> None:
     names = {graph_pass.name for graph_pass in registered_passes()}
-    assert {mutation.broken for mutation in MUTATIONS} == names - OF_RANKS - passes_of_quantised()
+    # `top_k`, which is for GPUs alone, is broken in test_top_k.
+    assert {mutation.broken for mutation in MUTATIONS} == names - OF_RANKS - passes_of_quantised() - {"top_k"}
