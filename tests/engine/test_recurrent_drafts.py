@@ -241,6 +241,7 @@ def test_drafts_that_the_host_does_not_know(
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
 
 
+@pytest.mark.product(one_in=1000, each=("mode",))
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY])
 def test_a_lagging_device_replays_graphs(mode: GraphMode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are padded to their sizes, and the host stages a step before the one before it has run."""
