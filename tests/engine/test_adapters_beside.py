@@ -45,15 +45,18 @@ def generate(base: Path, adapters: list[Path] | None, **options: Any) -> tuple[l
         return llm.generate(**prompts_of(adapters), sampling_params=GREEDY), llm.metrics()
 
 
-# The engine without drafts is compiled.
-SHOWN = pytest.mark.shown_by("engine/test_adapters_beside.py::test_drafts_change_no_token")
+# Compiled engines with adapters and drafts are compared with merged models there.
+SHOWN = pytest.mark.shown_by(
+    "engine/test_adapters_beside.py::test_drafts_change_no_token",
+    "engine/test_packed_beside.py::test_adapters_and_drafts",
+)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("compiled", marks=SHOWN), "eager"])
 def test_drafts_change_no_token(mode: str, base: Path, adapters: list[Path]) -> None:
-    expected, _ = generate(base, adapters)
-    eager = {"mode": "eager", "strict_passes": False} if mode == "eager" else {}
-    found, metrics = generate(base, adapters, speculative_config=NGRAM, **eager)
+    options = {"mode": "eager", "strict_passes": False} if mode == "eager" else {}
+    expected, _ = generate(base, adapters, **options)
+    found, metrics = generate(base, adapters, speculative_config=NGRAM, **options)
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
     assert metrics["accepted_tokens"] > 0
     assert metrics["adapter_placements"] >= len(adapters)

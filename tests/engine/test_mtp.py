@@ -300,8 +300,22 @@ def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tm
     assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens
 
 
+# A layer beside a tower; towers are updated there.
+BESIDE_A_TOWER = pytest.mark.shown_by(
+    "engine/test_mtp.py::test_an_update_of_the_weights_has_those_of_the_layer",
+    "features/images/test_tower_updates.py::test_the_tower_is_updated_with_the_text_model",
+)
+
+
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("case", [MIMO, GLM, QWEN_VISION], ids=["mimo", "glm", "qwen3_5"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(MIMO, id="mimo"),
+        pytest.param(GLM, id="glm"),
+        pytest.param(QWEN_VISION, id="qwen3_5", marks=BESIDE_A_TOWER),
+    ],
+)
 def test_an_update_of_the_weights_has_those_of_the_layer(
     case: MtpCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

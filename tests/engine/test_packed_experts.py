@@ -28,7 +28,7 @@ def matched(metrics: dict[str, Any]) -> list[int]:
 def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
     oracle = write_mxfp4(tmp_path)
     prompts = [[token % oracle.config.vocab_size for token in prompt] for prompt in IDS]
-    metrics = compare(tmp_path / "packed", oracle, prompts, exact=True, verify_passes=True)
+    metrics = compare(tmp_path / "packed", oracle, prompts, exact=True)  # its pass is verified in passes
     num_layers = oracle.config.num_hidden_layers
     assert set(matched(metrics)) == {2 * num_layers}
     compare(tmp_path / "packed", oracle, prompts, exact=True, mode="eager", strict_passes=False)

@@ -141,7 +141,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {},
     "few blocks, two steps in flight": {"async_scheduling": True, "num_blocks": 44},
     "few snapshots": {"num_state_snapshots": 2, "async_scheduling": True},
-    "compiled": {"mode": "compiled", "compile_ranges": ()},
 }
 
 
@@ -151,11 +150,35 @@ WAYS: dict[str, dict[str, Any]] = {
         ("eager", MOST_DRAFTS),
         ("few blocks, two steps in flight", MOST_DRAFTS),
         ("few snapshots", 5),  # more than a convolution has inputs
-        ("compiled", 2),
     ],
 )
 def test_drafts_change_no_token(way: str, num_drafts: int, folder: Path, expected: list[Result]) -> None:
-    options = WAYS[way]
+    check_drafts(folder, expected, WAYS[way], num_drafts)
+
+
+# Qwen3.5 has LFM2's convolutions too, before its delta rules.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5_text",
+        pytest.param(
+            "lfm2",
+            marks=pytest.mark.shown_by(
+                "engine/test_recurrent_drafts.py::test_drafts_change_no_token_of_a_compiled_model"
+            ),
+        ),
+    ],
+)
+def test_drafts_change_no_token_of_a_compiled_model(name: str, tmp_path: Path) -> None:
+    """The log-probabilities are those of eager code too. Of each kind of layer there is one: others are further
+    pieces."""
+    write_checkpoint(tmp_path, family(name).first_layers(2))
+    with LLM(tmp_path, **ENGINE) as llm:
+        expected = results(llm)
+    check_drafts(tmp_path, expected, {"mode": "compiled", "compile_ranges": ()}, 2)
+
+
+def check_drafts(folder: Path, expected: list[Result], options: dict[str, Any], num_drafts: int) -> None:
     with LLM(folder, **ENGINE | options, **ngrams(num_drafts)) as llm:
         check(llm, expected)
         metrics = check(llm, expected)  # again, from snapshots
@@ -218,6 +241,7 @@ def test_drafts_that_the_host_does_not_know(
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
 
 
+@pytest.mark.product(one_in=1000, each=("mode",))
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY])
 def test_a_lagging_device_replays_graphs(mode: GraphMode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are padded to their sizes, and the host stages a step before the one before it has run."""

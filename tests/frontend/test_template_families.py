@@ -286,16 +286,22 @@ def test_no_text_of_a_client_becomes_a_special_token(name: str) -> None:
     for (number, place), (kind, backend) in product(enumerate(PLACES), enumerate(BACKENDS)):
         tokenizer = tokenizer_of(backend, name)
         special = tokenizer.special_ids - set(tokenizer.encode(UNKNOWN, add_special_tokens=False))
+        calm, calmly = conversation(place, "xy")
+        if not family.takes_tools:
+            calm, calmly = without_calls(calm), {}
+        right = offline(tokenizer, calm, calmly)
+        # The system's message, or two messages of the assistant's in a row.
+        if is_refused := right == "refused":
+            right = offline(tokenizer, without_calls(calm)[1:], {})
+        assert isinstance(right, list)
         for text in HOSTILE[(number + kind + len(name)) % EVERY :: EVERY]:
             messages, asked = conversation(place, text)
-            calm, calmly = conversation(place, "xy")
-            if not family.takes_tools:
-                messages, calm, asked, calmly = without_calls(messages), without_calls(calm), {}, {}
-            found, right = offline(tokenizer, messages, asked), offline(tokenizer, calm, calmly)
-            if right == "refused":  # the system's message, or two messages of the assistant's in a row
-                found, right = (offline(tokenizer, each[1:], {}) for each in map(without_calls, (messages, calm)))
+            if is_refused:
+                messages, asked = without_calls(messages)[1:], {}
+            elif not family.takes_tools:
+                messages, asked = without_calls(messages), {}
+            found = offline(tokenizer, messages, asked)
             assert isinstance(found, list)
-            assert isinstance(right, list)
             tried += found != right
             assert [i for i in found if i in special] == [i for i in right if i in special], (backend, place, text)
             if place in ("user", "result", "answer"):

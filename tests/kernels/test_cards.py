@@ -36,8 +36,8 @@ def check(record: dict[str, Any]) -> None:
 def test_some_kernels_of_a_start_fit_a_card(request: pytest.FixtureRequest) -> None:
     """On a card with little shared memory; which kernels, the seed chooses."""
     seed = request.config.getoption("--seed")
-    (record,) = compiled(86, "--starts", "bfloat16", "--one-in", "40", "--seed", seed)
-    assert record["compiled"] == -(-record["kernels"] // 40) >= 2
+    (record,) = compiled(86, "--starts", "bfloat16", "--one-in", "50", "--seed", seed)
+    assert record["compiled"] == -(-record["kernels"] // 50) >= 2
     check(record)
 
 

@@ -99,28 +99,27 @@ def test_rows_that_are_expanded_in_another_way_are_expanded_by_transformers(
     assert tokens == [greedy(oracle, prompt) for prompt in PROMPTS]
 
 
+EIGHT_BITS = pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in ("deepseek_v3", "glm4_moe_lite") for dtype in ("int8", "fp8")]
+)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.product(one_in=1000, each=("dtype",))
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@EIGHT_BITS
 def test_rows_of_8_bits(name: str, dtype: str, tmp_path: Path) -> None:
     """Log-probabilities are those of transformers with rounded rows, and the same tokens come in any company.
 
     Without --all one model for each format. Weights are so large that rounding changes probabilities much.
     """
     oracle = write_checkpoint(tmp_path, family(name))
-    options: dict[str, Any] = {"device": "cpu", "kv_cache_dtype": dtype}
-    exact = difference_of(tmp_path, oracle, options | {"mode": "eager"})
+    options: dict[str, Any] = {"mode": "eager", "device": "cpu", "kv_cache_dtype": dtype}
+    exact = difference_of(tmp_path, oracle, options)
     assert 1e-2 < exact.mean < 1, exact
     round_rows(oracle, dtype)
-    model = fused_model(tmp_path, options, verify=True)
-    sizes = model.config.model
-    assert sizes.kv_shapes(7, 16, model.config.cache_dtype) == [(7, 1, 16, 1, 24 + 2 * 8 + 2)] * sizes.num_layers
-    of_block = sizes.num_layers * model.config.cache.block_size * (24 + 2 * 8 + 2)
-    assert f" {of_block:,} bytes" in model.config.reasons["model.latent_dim"]
-    for found in (difference_of(tmp_path, oracle, options | {"mode": "eager"}), difference_after_passes(model, oracle)):
-        assert found.mean < MEAN_OF_ROUNDED, found
-    options["enable_prefix_caching"] = False
+    found = difference_of(tmp_path, oracle, options)
+    assert found.mean < MEAN_OF_ROUNDED, found
+    options = {"device": "cpu", "kv_cache_dtype": dtype, "enable_prefix_caching": False}
     whole, _ = generated(tmp_path, mode="eager", **options)
     check_in_company(tmp_path, whole, **options)
     check_drafts(tmp_path, whole, **options)
@@ -129,6 +128,22 @@ def test_rows_of_8_bits(name: str, dtype: str, tmp_path: Path) -> None:
         outputs = [llm.generate({"prompt_token_ids": PROMPTS[1]}, params)[0] for _ in range(2)]
     assert [list(output.outputs[0].token_ids) for output in outputs] == [whole[1]] * 2
     assert [output.num_cached_tokens for output in outputs] == [0, 44]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.product(one_in=1000)
+@EIGHT_BITS
+def test_graphs_with_rows_of_8_bits(name: str, dtype: str, tmp_path: Path) -> None:
+    """Without --all of one model in one format, which is a field of the op."""
+    oracle = write_checkpoint(tmp_path, family(name))
+    round_rows(oracle, dtype)
+    model = fused_model(tmp_path, {"device": "cpu", "kv_cache_dtype": dtype}, verify=True)
+    sizes = model.config.model
+    assert sizes.kv_shapes(7, 16, model.config.cache_dtype) == [(7, 1, 16, 1, 24 + 2 * 8 + 2)] * sizes.num_layers
+    of_block = sizes.num_layers * model.config.cache.block_size * (24 + 2 * 8 + 2)
+    assert f" {of_block:,} bytes" in model.config.reasons["model.latent_dim"]
+    found = difference_after_passes(model, oracle)
+    assert found.mean < MEAN_OF_ROUNDED, found
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -146,15 +161,22 @@ def test_adapters_of_the_weight_that_expands_rows_are_refused(tmp_path: Path) ->
     assert_is_of(merge(model, adapter), output)
 
 
+# Every rank has all rows, which are rounded as those of one rank.
+RANKS_SHOWN = pytest.mark.shown_by(
+    "models/test_latent_models.py::test_two_ranks_give_the_log_probabilities_of_transformers",
+    "models/test_latent_models.py::test_rows_of_8_bits",
+)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("fp8", marks=RANKS_SHOWN)])
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"])
-def test_two_ranks_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
-    """Without --all of one family. Every rank has all rows, also those of 8 bits."""
+def test_two_ranks_give_the_log_probabilities_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    """Without --all of one family."""
     oracle = write_checkpoint(tmp_path, family(name).to_divide())
-    options: dict[str, Any] = {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2}
+    options: dict[str, Any] = {"mode": "eager", "device": "cpu", "tensor_parallel_size": 2, "kv_cache_dtype": dtype}
+    if dtype != "auto":
+        round_rows(oracle, dtype)
     difference = difference_of(tmp_path, oracle, options)
-    assert difference.is_right(torch.float32), difference
-    round_rows(oracle, "fp8")
-    difference = difference_of(tmp_path, oracle, options | {"kv_cache_dtype": "fp8"})
-    assert difference.mean < MEAN_OF_ROUNDED, difference
+    assert difference.mean < MEAN_OF_ROUNDED if dtype != "auto" else difference.is_right(torch.float32), difference

@@ -46,6 +46,7 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
     assert ("wgmma" if num_tokens > 80 else "mma.sync") in ptx
 
 
+@pytest.mark.product(one_in=1000, each=("num_tokens",))
 @pytest.mark.parametrize("text", ["mxfp4 1x32", "nvfp4 1x16"])
 @pytest.mark.parametrize("num_tokens", [8, 64, 512])
 def test_products_of_words_compiled_for_hopper(num_tokens: int, text: str) -> None:

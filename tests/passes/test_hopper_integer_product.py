@@ -68,7 +68,7 @@ def test_tiles_say_what_is_allowed() -> None:
         IntegerTiles(128, 1, 1)
 
 
-@pytest.mark.product(one_in=20)
+@pytest.mark.product(one_in=1000, each=("gated",))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("gated", [False, True])

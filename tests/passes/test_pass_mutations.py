@@ -198,13 +198,13 @@ ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
 def cases() -> Iterator[Any]:
-    """Each mutation in both types; of one, which goes by turns, an eighth runs, and of the other fewer."""
+    """Each mutation in both types; of one, which goes by turns, a twelfth runs, and of the other fewer."""
     for number, mutation in enumerate(MUTATIONS):
         chosen = mutation.dtypes[number % len(mutation.dtypes) if mutation.family is QWEN3 else 0]
         for dtype in mutation.dtypes:
             name = f"{mutation.broken}: {mutation.what}, {str(dtype).removeprefix('torch.')}"
             is_other = dtype != chosen
-            yield pytest.param(mutation, dtype, id=name, marks=pytest.mark.product(one_in=20 if is_other else 8))
+            yield pytest.param(mutation, dtype, id=name, marks=pytest.mark.product(one_in=30 if is_other else 12))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from compiled_engine.graphs.compiler.build import apply_passes, structure_passes
 from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.parallel.shards import Section
 from compiled_engine.passes.framework.graph_inputs import parameter_of
-from compiled_engine.passes.framework.graph_pass import GraphPass, PassResult
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.parameter import STEPS, made
 from compiled_engine.passes.framework.verifier import VerificationError
@@ -60,20 +60,20 @@ def traced(num_ranks: int, width: int = WIDTH) -> TracedGraph:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES, GROUPS, ZEROS, WHOLE_ROWS, INTEGERS, NVFP4])
 @pytest.mark.parametrize("make", [stored, online])
+@pytest.mark.parametrize("compile_range", RANGES, ids=lambda each: each.name)
 def test_every_pass_keeps_its_contract_and_its_verifier(
-    num_ranks: int, scheme: str, make: Callable[[str], Quantisation]
+    compile_range: CompileRange, num_ranks: int, scheme: str, make: Callable[[str], Quantisation]
 ) -> None:
     if make is online:  # other formats are not made
         scheme = {TENSOR: ROWS, ZEROS: "int4 1x32", INTEGERS: GROUPS, NVFP4: GROUPS}.get(scheme, scheme)
     quantisation = make(scheme)
     graphs, whole = traced(num_ranks), whole_of(quantised(num_ranks, None))
-    for compile_range in RANGES:
-        _, reports = apply_passes(quantised(num_ranks, quantisation), graphs, compile_range, whole)
-        (report,) = (report for report in reports if report.name == "quantise_experts")
-        assert report.matches == report.contract == report.verified == 2 * 2
-        assert not any("stays" in note for note in report.notes)
-        (experts,) = (report for report in reports if report.name == "experts")
-        assert experts.matches == experts.contract == 2
+    _, reports = apply_passes(quantised(num_ranks, quantisation), graphs, compile_range, whole)
+    (report,) = (report for report in reports if report.name == "quantise_experts")
+    assert report.matches == report.contract == report.verified == 2 * 2
+    assert not any("stays" in note for note in report.notes)
+    (experts,) = (report for report in reports if report.name == "experts")
+    assert experts.matches == experts.contract == 2
 
 
 @pytest.mark.parametrize(("num_ranks", "ends"), [(2, (64, 64)), (4, (32, 32))])

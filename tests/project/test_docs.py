@@ -71,6 +71,7 @@ def lines_of(block: Block) -> Iterator[str]:
             yield line.removeprefix("$ ").partition("  # ")[0]
 
 
+COMMAND = typer.main.get_command(app)
 # A model that is compiled for one command alone.
 COMPILED_ALONE = pytest.mark.shown_by(
     "project/test_docs.py::test_a_command_line_is_valid",
@@ -106,7 +107,7 @@ def without_trailing_space(text: str) -> list[str]:
 
 @pytest.mark.parametrize("line", list(commands(with_fragments=True)))
 def test_a_command_line_is_valid(line: str) -> None:
-    command: Any = typer.main.get_command(app)
+    command: Any = COMMAND
     words = shlex.split(line.partition(" | ")[0])[1:]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]

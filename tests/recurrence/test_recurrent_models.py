@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +57,17 @@ def test_logprobs_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> Non
     assert difference.is_right(torch.float32), difference
 
 
+# Graphs after all passes are compared below. Compiled Qwen3.5 runs with drafts, and has eager code's log-probabilities.
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3_5_text",
-        *(
-            pytest.param(
-                name,
-                marks=pytest.mark.shown_by(
-                    "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers"
-                ),
-            )
-            for name in ("olmo_hybrid", "kimi_linear")
-        ),
-    ],
+@pytest.mark.shown_by(
+    "recurrence/test_recurrent_models.py::test_logprobs_are_those_of_transformers",
+    "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers",
+    "engine/test_recurrent_drafts.py::test_drafts_change_no_token_of_a_compiled_model",
 )
+@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "kimi_linear"])
 def test_logprobs_of_a_compiled_model_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Inductor compiles the gated norms of both. Of each kind of layer there is one: others are further pieces."""
-    whole = family(name)
-    layers = {name: kinds[:2] for name, kinds in whole.changes.items() if name.endswith("layer_types")}
-    oracle = write_checkpoint(tmp_path, replace(whole, changes={**whole.changes, **layers, "num_hidden_layers": 2}))
+    oracle = write_checkpoint(tmp_path, family(name).first_layers(2))
     difference = difference_of(tmp_path, oracle, {"mode": "compiled", "compile_ranges": (), "device": "cpu"})
     assert difference.is_right(torch.float32), difference
 
@@ -88,7 +77,7 @@ OPS = {"lfm2_moe": ({"conv_state"}, 0), "qwen3_5_text": ({"conv_state", "delta_r
 OPS |= {"nemotron_h": ({"conv_state", "state_space"}, 4), "kimi_linear": ({"conv_state", "delta_rule"}, 0)}
 COMPILED = pytest.mark.shown_by(
     "recurrence/test_recurrent_models.py::test_logprobs_after_all_passes_are_those_of_transformers",
-    "recurrence/test_recurrent_models.py::test_logprobs_of_a_compiled_model_are_those_of_transformers",
+    "engine/test_recurrent_drafts.py::test_drafts_change_no_token_of_a_compiled_model",
 )
 
 

@@ -161,6 +161,7 @@ def alone(llm: LLM) -> list[list[int]]:
     return [generate(llm, [p], [s])[0].token_ids for p, s in zip(PROMPTS, params, strict=True)]
 
 
+@pytest.mark.product(one_in=1000, each=("way", "failing_after"))
 @pytest.mark.parametrize("way", WAYS_TO_FAIL)
 @pytest.mark.parametrize("failing_after", [0, 1, 4])
 def test_a_mask_that_fails_ends_its_request_alone(

@@ -186,6 +186,7 @@ def check_calls(chat: ChatFormat, text: str, *, at_least: int, at_most: int = 99
     return pieces
 
 
+@pytest.mark.product(one_in=1000, each=("name",))
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_required_calls_are_calls_and_follow_their_schemas(name: str, special: bool) -> None:
@@ -199,6 +200,7 @@ def test_required_calls_are_calls_and_follow_their_schemas(name: str, special: b
             assert not "".join(piece.text for piece in pieces if isinstance(piece, Content)).strip()
 
 
+@pytest.mark.product(one_in=1000, each=("name",))
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_strict_calls_follow_their_schemas_wherever_they_occur(name: str, special: bool) -> None:

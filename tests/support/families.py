@@ -63,6 +63,11 @@ class Family:
         """Return the family with a vocabulary that two or four ranks divide."""
         return replace(self, changes={**self.changes, "vocab_size": 132})
 
+    def first_layers(self, number: int) -> Family:
+        """Return the family with its first layers alone."""
+        kinds = {name: each[:number] for name, each in self.changes.items() if name.endswith("layer_types")}
+        return replace(self, changes={**self.changes, **kinds, "num_hidden_layers": number})
+
 
 _NO_HEADS = ("head_dim", "num_key_value_heads")
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}

@@ -14,6 +14,7 @@ import triton
 from folders import SUPPORT
 from poison import poison_as_asked
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -42,9 +43,9 @@ def interpreting(test_file: str) -> dict[str, str]:
 def quicken() -> None:
     """Have the interpreter patch Triton's language once, trust sums of integers, and remember the types of blocks.
 
-    All three take most of its time. It would patch for every call of a function in a kernel, add in 64 bits too to see
+    Each takes much of its time. It would patch for every call of a function in a kernel, add in 64 bits too to see
     whether 32 are enough (a sum that overflows is wrong, which the reference shows), and work out the type and the
-    sizes of each value anew.
+    sizes of each value anew, and the types that an operation brings its operands to.
     """
     patch, seen = interpreter._patch_lang, set[Any]()
 
@@ -57,6 +58,8 @@ def quicken() -> None:
     interpreter._patch_lang = patch_for
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     remember_types()
+    remember_operands()
+    interpreter._patch_attr, core._unwrap_if_constexpr = call_directly, unwrap
     gc.set_threshold(100_000)
 
 
@@ -85,6 +88,73 @@ def remember_types() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = type_made, value_made
     interpreter._get_np_dtype = numpy_type_of
+
+
+def remember_operands() -> None:
+    """Cache what binary operations bring their operands to: types by the types of both, and numbers as blocks.
+
+    Triton's own code decides, once for each pair of types. Blocks that have only to be repeated are repeated here.
+    """
+
+    def remembering(decide: Any) -> Any:
+        found = dict[tuple[Any, ...], tuple[Any, Any]]()  # for each operand a value of its type; None: stays as it is
+
+        def operands(semantic: Any, lhs: Any, rhs: Any, *settings: Any, **named: Any) -> tuple[Any, Any]:
+            key = (
+                lhs.type.name if type(lhs) is core.tensor else (type(lhs), repr(lhs)),
+                rhs.type.name if type(rhs) is core.tensor else (type(rhs), repr(rhs)),
+                settings,
+                *named.items(),
+            )
+            if key not in found:
+                made = decide(semantic, lhs, rhs, *settings, **named)
+                found[key] = (None if made[0] is lhs else made[0], None if made[1] is rhs else made[1])
+                return made
+            left, right = found[key]
+            return (
+                lhs if left is None else brought(semantic, lhs, left),
+                rhs if right is None else brought(semantic, rhs, right),
+            )
+
+        return operands
+
+    for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
+        setattr(TritonSemantic, name, remembering(getattr(TritonSemantic, name)))
+
+
+def brought(semantic: Any, value: Any, kept: Any) -> Any:
+    """Return the value with the type of `kept`, which is a number's block itself."""
+    if type(value) is not core.tensor:
+        return kept
+    if value.dtype.name != kept.dtype.name:
+        value = semantic.cast(value, kept.dtype)
+        if value.type.name == kept.type.name:
+            return value
+    data = np.empty(kept.handle.data.shape, value.handle.data.dtype)
+    data[...] = value.handle.data
+    return core.tensor(interpreter.TensorHandle(data, value.handle.dtype), kept.type)
+
+
+def unwrap(value: Any) -> Any:
+    """Do what Triton's function does, with as little as possible for tensors and constants."""
+    kind = type(value)
+    if kind is core.tensor:
+        return value
+    return value.value if kind is core.constexpr else unwrap_others(value)
+
+
+unwrap_others = core._unwrap_if_constexpr
+
+
+def call_directly(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Patch one function of the language as the interpreter does, without copies of each call's arguments."""
+    semantic = TritonSemantic(builder)
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments: Any, _semantic: Any = None, **named: Any) -> Any:
+        return function(*arguments, _semantic=semantic, **named)
+
+    scope.set_attr(package, name, call)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -51,7 +51,7 @@ _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32, "layer_types": ["sl
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2_5_VLForConditionalGeneration": {
         "model_type": "qwen2_5_vl",
-        "vision_config": _GRID | {"depth": 3, "window_size": 16, "fullatt_block_indexes": [1]},
+        "vision_config": _GRID | {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
         "text_config": _TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
     },
     "Qwen3VLForConditionalGeneration": {

@@ -34,11 +34,11 @@ MATCHES = {
         **{"Qwen2VL": 5, "Qwen3VL": 11, "Qwen3_5": 5, "Llava": 4, "LlavaNext": 4, "Gemma3": 7},
         **{"InternVL": 7, "SmolVLM": 7, "Idefics3": 7},
     },
-    "residual_rms_norm": {"Qwen2_5_VL": 6},
+    "residual_rms_norm": {"Qwen2_5_VL": 4},
     "rms_norm": {"Qwen2_5_VL": 1},
-    "merge_linears": {"Qwen2_5_VL": 3, "Llava": 2, "Gemma3": 3, "InternVL": 3, "SmolVLM": 3},
-    "silu_mul": {"Qwen2_5_VL": 3},
-    "gated_linear": {"Qwen2_5_VL": 3},
+    "merge_linears": {"Qwen2_5_VL": 2, "Llava": 2, "Gemma3": 3, "InternVL": 3, "SmolVLM": 3},
+    "silu_mul": {"Qwen2_5_VL": 2},
+    "gated_linear": {"Qwen2_5_VL": 2},
 }
 
 
