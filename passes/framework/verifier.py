@@ -23,8 +23,8 @@ from compiled_engine.passes.framework.parameter import KV_SCALES, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 
 # Allowed error of the rewrite relative to the original's, and, for another order of summation, in units in the last
-# place of a row's largest value. In fp32 the original is the oracle too, without an error of its own, and attention whose
-# scores have no factor (Gemma 4) multiplies rounding errors.
+# place of a row's largest value. In fp32 the original is the oracle too, without an error of its own. Rounding errors
+# grow in attention whose scores have no factor (Gemma 4).
 FACTOR = 2.0
 ULPS = {torch.float32: 128.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # In narrower rows all results may cancel out, so they are measured against the mean row.
