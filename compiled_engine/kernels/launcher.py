@@ -154,6 +154,12 @@ def _specialized_on_alignment(parameter: Any) -> bool:
     return not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
 
 
+def leaves_out_launches() -> bool:
+    """Return whether kernels that this thread launches are only compiled, so that memory for results is not written."""
+    hook = triton.knobs.runtime.jit_cache_hook
+    return isinstance(hook, KernelCollector) and hook.leaves_out_launches()
+
+
 def _by_triton(
     jit_function: Any,
     grid: tuple[int, ...],
@@ -167,9 +173,7 @@ def _by_triton(
     prevented the compilation. options: values of OPTIONS, in that order. others: further options, by name.
     """
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
-    hook = triton.knobs.runtime.jit_cache_hook
-    left_out = isinstance(hook, KernelCollector) and hook.leaves_out_launches()
-    if not isinstance(hook, KernelCollector):  # a collector digests them itself, one thread at a time
+    if not isinstance(triton.knobs.runtime.jit_cache_hook, KernelCollector):  # it digests them, one thread at a time
         digest_helpers_first(jit_function)
-    kernel = jit_function.run(*arguments, grid=grid, warmup=left_out, **given, **others)
+    kernel = jit_function.run(*arguments, grid=grid, warmup=leaves_out_launches(), **given, **others)
     return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata, kernel)

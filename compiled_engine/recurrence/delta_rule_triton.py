@@ -29,6 +29,7 @@ TILES_OF_CHUNKS, TILES_OF_TOKENS = (32, 4), (16, 1)
 # The most registers of a thread for single tokens in an engine with drafts, where a token decays a state by one number,
 # and by one for each element of a key. A compiler would use more, and a multiprocessor run fewer programs at a time.
 REGISTERS_OF_TOKENS, REGISTERS_OF_TOKENS_BY_ELEMENT = 168, 200
+LARGEST_LIMITED = 128  # elements of a key; the states of larger ones take most of the registers
 
 
 @triton.jit
@@ -148,7 +149,8 @@ def delta_rule_kernel(
         in_Ck, in_Cv = real_C[:, None] & in_k[None, :], real_C[:, None] & in_v[None, :]
         q_ptrs_Ck = q_ptr + token_C[:, None] * q_stride + qk_head + k_k[None, :]
         k_ptrs_Ck = k_ptr + token_C[:, None] * k_stride + qk_head + k_k[None, :]
-        # A chunk's are scaled at once, to need few registers; a token's behind all its loads, which then do not wait.
+        # Queries and keys of a chunk are scaled at once, which needs fewer registers. Those of a single token are
+        # scaled after all its loads, which then do not wait for each other.
         q_Ck = tl.load(q_ptrs_Ck, mask=in_Ck, other=0.0).to(tl.float32)
         if CHUNK > 1:
             q_Ck = _scaled(q_Ck, SCALE, EPS, NORMALISES)
@@ -306,6 +308,6 @@ def apply_rule_triton(
             TILE_V=tile_v,
             PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
             num_warps=num_warps,
-            **(register_limit(registers) if drafted is not None and chunk == 1 else {}),
+            **(register_limit(registers) if drafted is not None and chunk == 1 and key_dim <= LARGEST_LIMITED else {}),
             enable_fp_fusion=not invariant,  # which product of a sum is fused may differ between the updates of drafts
         )

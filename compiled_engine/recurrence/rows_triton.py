@@ -26,8 +26,8 @@ def request_of_row(
 
     The program of a request's first row handles its drafts too, so a draft's row has no state (-1) and no tokens. Its
     program does not return: the compiler would move loads behind the return, and they would wait for its condition. No
-    load of this function waits for another. A caller that requests the state before it adds up the last result waits
-    for memory once before.
+    load of this function waits for another. A caller should load the state before it adds up the last result: the
+    state's load then waits only for `row`.
 
     rows_ptr, seq_lens_ptr: int32 [R], see Sequences. num_rows: R. MOST_DRAFTS: most drafts of a request in a step.
     """

@@ -62,8 +62,8 @@ _EXACT = frozenset(
         *("minimum", "maximum", "clamp", "clamp_min", "lt", "le", "gt", "ge", "eq", "ne"),
     )
 )
-# The token counts at which linears and experts change their tiles, or a product the programs of its parts. None changes
-# a sum.
+# The token counts at which linears and experts change their tiles, or a product the programs of its parts. They
+# select every tile. None changes a sum.
 _TOKEN_COUNTS = tuple(
     sorted(
         {
@@ -74,8 +74,6 @@ _TOKEN_COUNTS = tuple(
         }
     )
 )
-# Long prompts may have other tiles. They are compiled ahead; to compare their bits would take too much memory.
-_LONG = 4096
 # Ops whose bits are compared when a model is compiled. Recurrences are compared too.
 _COMPARED = (
     invariant_linear,
@@ -93,7 +91,7 @@ _FEW_COUNTS = (1, 2, 3, small_batch_linear_cpu.MOST_TOKENS, small_batch_linear_c
 class BatchInvariance(GraphPass):
     name = "batch_invariance"
     required = True
-    kernel_token_counts = (*_TOKEN_COUNTS, _LONG)
+    kernel_token_counts = _TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of values that are multiplied by a weight matrix.

@@ -25,14 +25,16 @@ _MOVES = (
 
 
 def fill_of(node: object) -> bool | float | None:
-    """Return the value of all elements of a tensor; None if it is not known or the elements differ."""
+    """Return the value of all elements of a tensor; None if it is not known or the elements differ.
+
+    The tensor must not be written to later: traced graphs have no aten op that writes to its arguments.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if is_call(node, *_ZEROS, *_ONES):
         return _rounded(float(is_call(node, *_ONES)), node)
     if is_call(node, *_FULL):
-        value = named(node)["fill_value"]
-        return _rounded(value, node) if isinstance(value, bool | int | float) else None
+        return _rounded(named(node)["fill_value"], node)
     if is_call(node, *_MOVES):
         return fill_of(node.args[0])
     if is_call(node, aten._to_copy.default):
@@ -46,9 +48,14 @@ def fill_of(node: object) -> bool | float | None:
     return None
 
 
-def _rounded(value: float, node: fx.Node) -> bool | float:
-    """Return a number as an element of the node's dtype."""
-    return torch.tensor(value, dtype=node.meta["val"].dtype).item()
+def _rounded(value: object, node: fx.Node) -> bool | float | None:
+    """Return a number as an element of the node's dtype; None if the dtype does not have it, or if it is no number."""
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return torch.tensor(value, dtype=node.meta["val"].dtype).item()
+    except (OverflowError, RuntimeError):  # such as minus infinity, or -1, in whole numbers
+        return None
 
 
 def _is_everywhere(index: fx.Node, dim: int, scatter: fx.Node) -> bool:

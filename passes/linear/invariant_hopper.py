@@ -1,9 +1,9 @@
 """Computes linears of batch-invariant engines by Hopper's kernels, with tiles that all add in the same order.
 
-Tensor cores multiply 16 columns at a time and add them to one sum, from the first column to the last, in both kernels
-and in the library's kernels too, unless a kernel divides the columns into parts. So a token has the same bits in all
-tiles without parts, which the start verifies (see bit_check.py). A small weight needs parts to occupy a GPU with few
-tokens; invariant_product computes it.
+One kernel computes few tokens, another many. In both, tensor cores multiply 16 columns at a time and add them to one
+sum, from the first column to the last, unless a tile divides the columns into parts. So a token has the same bits in
+all tiles without parts, which the start verifies for each tile that a weight has (see bit_check.py). A small weight
+needs parts to occupy a GPU with few tokens; invariant_product computes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from compiled_engine.passes.linear.hopper_quantised import BUSY, SHARED_MEMORY
 
 # Fewest rows of a weight that these kernels compute.
 LEAST_ROWS = 4096
-# hopper_linear computes up to the last of these token counts, hopper_product more.
-TOKEN_BUCKETS = (8, 16, 32, 64)
+# Up to these token counts a weight has the same tiles: hopper_linear's for FEW, hopper_product's for MANY. More tokens
+# than the last have the tiles for prompts.
+FEW, MANY = (8, 16, 32, 64), (96, 128, 192, 256, 384, 512, 768, 1024)
 # Microseconds that a tile takes for 4,096 columns on an H200 while every multiprocessor computes one, without gate and
 # up, and with them. A tile of 192 rows leaves no memory for the results of 192 tokens without a gate.
 COSTS = {
@@ -44,8 +45,9 @@ COSTS = {
         ProductTiles(3, 64, (128, 64), 4): 51.0,
     },
 }
-# Token counts that together select every tile that a weight can get.
-TOKEN_COUNTS = (*TOKEN_BUCKETS, 128, 192, 256, 384, 512, 1024)
+OF_PROMPTS = {False: ProductTiles(3, 64, (128, 128), 3), True: ProductTiles(3, 64, (128, 64), 4)}
+# Token counts that together select every tile of a weight.
+TOKEN_COUNTS = (*FEW, *MANY, MANY[-1] + 1)
 
 
 def is_served(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool) -> bool:
@@ -61,7 +63,7 @@ def few_tiles(num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int)
 
     num_rows, k: sizes of the weight; num_rows counts gate and up together. num_sms: multiprocessors of the GPU.
     """
-    tokens = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
+    tokens = next(tokens for tokens in FEW if num_tokens <= tokens)
     groups = next((groups for groups in (3, 2) if cdiv(num_rows, 64 * groups) >= BUSY * num_sms), 1)
     most = 4 if groups == 1 and tokens <= 16 else 2
     products = next(count for count in (most, 2, 1) if k % (64 * count) == 0)
@@ -75,10 +77,14 @@ def many_tiles(num_tokens: int, num_rows: int, gated: bool, num_sms: int) -> Pro
     """Return the tiles of hopper_product with the least estimated time; see few_tiles for the arguments.
 
     The estimate is the number of tiles that a multiprocessor computes one after another, times a tile's time in COSTS.
+    Prompts have the tiles that take the least time for a token and a row.
     """
+    most = next((tokens for tokens in MANY if num_tokens <= tokens), None)
+    if most is None:
+        return OF_PROMPTS[gated]
 
     def cost(tiles: ProductTiles) -> float:
-        count = cdiv(num_tokens, tiles.tokens) * cdiv(num_rows, tiles.groups * tiles.rows)
+        count = cdiv(most, tiles.tokens) * cdiv(num_rows, tiles.groups * tiles.rows)
         return cdiv(count, num_sms) * COSTS[gated][tiles]
 
     return min(COSTS[gated], key=cost)
@@ -91,7 +97,7 @@ def launch(x_TK: torch.Tensor, weight_NK: torch.Tensor, activation: str | None) 
     """
     (num_tokens, k), num_rows, gated = x_TK.shape, weight_NK.shape[0], activation is not None
     num_sms = multiprocessors(x_TK.device)
-    if num_tokens <= TOKEN_BUCKETS[-1]:
+    if num_tokens <= FEW[-1]:
         few = few_tiles(num_tokens, num_rows, k, gated, num_sms)
         return hopper_linear(x_TK, weight_NK, None, gated, activation or "", few)
     many = many_tiles(num_tokens, num_rows, gated, num_sms)

@@ -55,8 +55,8 @@ def part_of(num_rows: int, num_columns: int) -> int:
 
 
 @cache
-def tile_of(num_tokens: int, num_rows: int, element_size: int, hopper: bool) -> Tile:
-    """Return the tile sizes for a number of tokens and of the weight's rows.
+def tile_of(num_tokens: int, num_rows: int, parts: int, element_size: int, hopper: bool) -> Tile:
+    """Return the tile sizes for a number of tokens, and of the weight's rows and parts.
 
     element_size: bytes of an element. hopper: the GPU is a Hopper, whose shared memory holds more.
     """
@@ -68,7 +68,10 @@ def tile_of(num_tokens: int, num_rows: int, element_size: int, hopper: bool) -> 
             return Tile(64, few, tokens, 64 if not hopper else 256 if tokens <= 32 else 128, 4, 4)
     if not hopper:
         return Tile(128, 128, 128, 64, 8, 3)
-    return Tile(64, 64, 64, 64, 4, 5) if num_tokens <= TOKEN_BUCKETS[-1] else Tile(128, 128, 256, 64, 8, 3)
+    if num_tokens <= TOKEN_BUCKETS[-1]:
+        return Tile(64, 64, 64, 64, 4, 5)
+    # With several parts a program has the sums of two.
+    return Tile(128, 128, 256 if parts == 1 else 128, 64, 8, 3)
 
 
 @quick_launches
@@ -189,7 +192,7 @@ def invariant_product(
         return out_TM
     part = part_of(num_rows, num_columns)
     parts = cdiv(num_columns, part)
-    tile = tile_of(num_tokens, num_rows, x_TK.element_size(), is_hopper(x_TK.device))
+    tile = tile_of(num_tokens, num_rows, parts, x_TK.element_size(), is_hopper(x_TK.device))
     spread = parts > 1 and num_tokens <= MOST_SPREAD
     partials_STN = x_TK.new_empty((parts, num_tokens, num_rows), dtype=torch.float32) if spread else None
     num_tiles = cdiv(num_tokens, tile.tokens) * cdiv(num_rows, tile.used)

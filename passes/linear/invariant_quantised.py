@@ -1,7 +1,7 @@
 """Defines the op of a linear with codes of e4m3 or int8 in batch-invariant engines.
 
-Inputs are rounded row by row, and one kernel with tiles of one size multiplies the codes, whatever the number of tokens
-is. So a token is computed by the same instructions in the same order in every batch.
+Inputs are rounded row by row, and one kernel multiplies the codes, by the same instruction in the same order whatever
+the number of tokens is.
 """
 
 from __future__ import annotations

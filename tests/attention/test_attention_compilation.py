@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.kernel_arguments import rows_of
-from compiled_engine.attention.backends.kernel_choice import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_combine import WIDEST_PART, combine_kernel
 from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles, query_options
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
@@ -85,7 +85,7 @@ class Compilation(NamedTuple):
     num_stages: int | None = None
     programs: int = 1  # that must fit on a multiprocessor
     images: bool = False  # whose tokens see each other
-    memory: int = MIN_SHARED_MEMORY  # shared memory of the smallest GPU that must have enough
+    large: bool = False  # only for Hopper
 
     @classmethod
     def of(cls, kernel: Any, tiles: Any, programs: int = 1, **constants: Any) -> Compilation:
@@ -101,13 +101,13 @@ def prefill(
     max_seq_len: int,
     coded: bool = False,
     shared: bool = False,
-    memory: int = MIN_SHARED_MEMORY,
+    large: bool = False,
 ) -> Compilation:
-    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len, memory)
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len, large)
     programs = 1 if coded and dtype.itemsize == 4 else tiles.programs
     partials = {} if shared else dict.fromkeys(("partial_ptr", "partial_max_ptr", "partial_sum_ptr"))
     sizes = {"TILE_M": tiles.rows, "MAX_SPLITS": MAX_LISTED_SPLITS}
-    return Compilation.of(prefill_kernel, tiles, programs, **sizes, **partials)._replace(memory=memory)
+    return Compilation.of(prefill_kernel, tiles, programs, **sizes, **partials)._replace(large=large)
 
 
 def decode(dtype: torch.dtype, shape: Shape, programs: int, query_len: int = 1) -> Compilation:
@@ -207,7 +207,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         assert stack_bytes(program) <= spilled
         allocated = -(-registers(program) // 8) * 8 * 32 * compilation.num_warps
         assert compilation.programs * allocated <= 1 << 16
-        if compilation.memory > MIN_SHARED_MEMORY:
+        if compilation.large:
             return program.asm["ptx"]
         with monkeypatch.context() as patched:
             patched.setattr(triton.knobs.runtime, "add_stages_inspection_hook", without_machine_code)
@@ -235,9 +235,9 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, ma
 def test_prefill_with_large_tiles(
     check: Callable[..., str], shape: Shape, cache: torch.dtype | None, shared: bool
 ) -> None:
-    compilation = prefill(torch.bfloat16, shape, SHORT_CONTEXT + 1, shared=shared, memory=227 << 10)
+    compilation = prefill(torch.bfloat16, shape, SHORT_CONTEXT + 1, shared=shared, large=True)
     # Codes are decoded while registers hold the sums of all rows.
-    ptx = check(compilation, torch.bfloat16, shape, spilled=3 * SPILLED + 16 if cache else 312, cache=cache)
+    ptx = check(compilation, torch.bfloat16, shape, spilled=3 * SPILLED + 80 if cache else 312, cache=cache)
     assert "wgmma" in ptx
     assert "cp.async.cg.shared.global" in ptx
 

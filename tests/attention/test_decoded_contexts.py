@@ -22,7 +22,6 @@ from compiled_engine.attention.backends.decoded_contexts import (
     prefill_sources,
     workspace_blocks,
 )
-from compiled_engine.attention.backends.kernel_choice import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_backend import MAX_HEAD_DIM
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, fewest_rows, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv
@@ -60,7 +59,7 @@ def difference(case: Case, dtype: torch.dtype = torch.float32, keys: int = 0) ->
     cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
     write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, False)
     facts = BatchFacts.of(batch.inputs.sizes, case.num_kv_heads, NUM_SMS)
-    tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len, MIN_SHARED_MEMORY)
+    tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len, False)
     tiles = replace(tiles, keys=keys or tiles.keys)
     layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))
     work_W = torch.full((layout.length(facts.num_tokens),), 77, dtype=torch.int32)
@@ -106,25 +105,24 @@ def test_the_workspace_is_bounded_by_the_tokens_of_the_step() -> None:
     assert workspace_blocks(replace(few, max_seq_len=0), 16) == (1, 0)
 
 
-@pytest.mark.parametrize("memory", [MIN_SHARED_MEMORY, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("bound", [1, SHORT_CONTEXT, SHORT_CONTEXT + 1])
-def test_tiles_fit_what_others_compute_for_them(element_size: int, bound: int, memory: int) -> None:
+def test_tiles_fit_what_others_compute_for_them(element_size: int, bound: int, large: bool) -> None:
     """Decoded contexts begin at a border of every tile of keys, and lists have room for tiles of the fewest rows."""
     for head_dim in range(16, MAX_HEAD_DIM + 1, 8):
-        tiles = prefill_tiles(head_dim, element_size, bound, memory)
+        tiles = prefill_tiles(head_dim, element_size, bound, large)
         assert triton_tile.TILES_OF_KEYS.value % tiles.keys == 0
         most_heads = 32 if element_size == 2 or head_dim <= 256 else 16
-        assert tiles.rows >= fewest_rows(head_dim, element_size, memory) >= most_heads
+        assert tiles.rows >= fewest_rows(head_dim, element_size, large) >= most_heads
 
 
 @pytest.mark.parametrize(
     ("head_dim", "bound", "small", "large"),
     [(128, 4096, 128, 128), (136, 1024, 64, 64), (256, 4096, 64, 128), (264, 1, 32, 64), (576, 4096, 32, 64)],
 )
-def test_tiles_of_long_heads_follow_the_shared_memory(head_dim: int, bound: int, small: int, large: int) -> None:
-    rows = [prefill_tiles(head_dim, 2, bound, kilobytes << 10).rows for kilobytes in (96, 163, 227)]
-    assert rows == [small, small, large]
+def test_tiles_of_long_heads_are_larger_on_hopper(head_dim: int, bound: int, small: int, large: int) -> None:
+    assert [prefill_tiles(head_dim, 2, bound, hopper).rows for hopper in (False, True)] == [small, large]
 
 
 # Steps that are large enough, in which contexts fit and do not.

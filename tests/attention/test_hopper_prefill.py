@@ -42,7 +42,7 @@ def _hopper() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:
     batch = build(case, dtype, "cuda")
-    tiles = prefill_tiles(case.head_dim, dtype.itemsize, case.bound, 227 << 10)
+    tiles = prefill_tiles(case.head_dim, dtype.itemsize, case.bound, True)
     assert on_hopper(batch.q_THd, batch.kv_cache_N2PKd, tiles.rows, batch.scoring)
     assert mistake(case, batch, step("triton", case, batch)) is None
 

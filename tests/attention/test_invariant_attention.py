@@ -34,7 +34,7 @@ from compiled_engine.attention.backends.invariant_attention import (
     invariant_attention_kernel,
     invariant_tiles,
 )
-from compiled_engine.attention.backends.kernel_choice import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.wide_tiles import is_wide, tile_of_head
 from compiled_engine.attention.case import Refused
 from compiled_engine.attention.inputs import AttentionInputs

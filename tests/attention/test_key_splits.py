@@ -40,8 +40,7 @@ CASES = (
     Case("scaled codes", REQUESTS, bound=BOUND, storage=FP8),
     Case("padding alone", (Request(0, 1), Request(0, 9)), bound=BOUND),
 )
-# Heads whose tiles follow the shared memory, here that of Hopper: in 16 bits.
-SHARED_MEMORY = 227 << 10
+# Heads with larger tiles on Hopper, in 16 bits.
 LARGE = (
     Case("large tiles", REQUESTS, 2, 1, head_dim=256, bound=BOUND),
     Case("large tiles, window", REQUESTS, 2, 1, head_dim=192, sliding_window=70, bound=BOUND),
@@ -60,7 +59,7 @@ def shares(case: Case, num_sms: int, dtype: torch.dtype = torch.float32) -> tupl
     cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
     write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, False)
     facts = BatchFacts.of(batch.inputs.sizes, case.num_kv_heads, num_sms)
-    tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len, SHARED_MEMORY)
+    tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len, True)
     layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))
     work_W = torch.full((layout.length(facts.num_tokens),), 77, dtype=torch.int32)
     write_lists(batch.inputs, work_W, layout, facts.min_keys)
@@ -104,7 +103,7 @@ def test_in_the_interpreter() -> None:
 
 
 def test_only_few_tiles_of_long_contexts_are_shared() -> None:
-    tiles, layout = prefill_tiles(128, 2, 8000, SHARED_MEMORY), WorkLayout(9, 8, 32)
+    tiles, layout = prefill_tiles(128, 2, 8000, True), WorkLayout(9, 8, 32)
 
     def rows(num_tokens: int, max_seq_len: int) -> int:
         out_THd = torch.empty(num_tokens, 32, 128, dtype=torch.bfloat16, device="meta")

@@ -17,6 +17,7 @@ tl = pytest.importorskip("triton.language")
 
 
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by  # noqa: E402
+from compiled_engine.kernels.launcher import leaves_out_launches  # noqa: E402
 from compiled_engine.passes.linear.silu_mul import silu_mul_kernel  # noqa: E402
 
 if triton.knobs.runtime.interpret:
@@ -82,6 +83,14 @@ def test_a_later_process_finds_them_on_disk(hopper: Path, compiled: list[str]) -
     assert kept
     make_kernel().warmup(x, 3, 2.0, BLOCK=64, FLAG=True, grid=(1,))
     assert sorted(hopper.iterdir()) == kept
+
+
+def test_only_the_collecting_thread_leaves_out_launches(hopper: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with compiled_by(KernelWorkers(0, None), threads):
+            assert leaves_out_launches()
+            assert not threads.submit(leaves_out_launches).result()
+        assert not leaves_out_launches()
 
 
 def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None:

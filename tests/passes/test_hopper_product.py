@@ -20,7 +20,7 @@ from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_produ
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.profile import MeasuredProduct, load_profile
-from compiled_engine.passes.linear import gated_linear, silu_mul
+from compiled_engine.passes.linear import gated_linear, invariant_hopper, silu_mul
 from compiled_engine.passes.linear.hopper_product import (
     MANY,
     TOKEN_BUCKETS,
@@ -108,6 +108,7 @@ def compiled(tiles: ProductTiles, k: int, gated: bool, scales: tuple[int, int, i
 FORMS = {(tiles_of(product.tiles), product.k, product.gated) for _, product in MEASURED}
 FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ in WAYS}
 FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
+FORMS |= {(tiles, 4096, gated) for gated, costs in invariant_hopper.COSTS.items() for tiles in costs}
 
 
 @pytest.mark.product(one_in=60)

@@ -372,6 +372,9 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "masked where it is positive": lambda x: x.masked_fill(x > 0, 2.0),
     "masked outside of one group of two": outside_of_groups(2, 1),
     "masked outside of no group, by another constant": outside_of_groups(1, 1, written=0.0),
+    "masked by what whole numbers do not have": lambda x: x.masked_fill(
+        torch.full_like(x, -1, dtype=torch.uint8).bool(), 2.0
+    ),
     "masked to another shape": lambda x: x[:, :1].masked_fill(x.new_zeros(8).bool(), 2.0),
 }
 

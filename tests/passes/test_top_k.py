@@ -48,6 +48,20 @@ def check(shape: tuple[int, ...], k: int, dtype: torch.dtype, device: str = "cpu
         assert_chooses_as_torch(x, k)
 
 
+def test_indices_are_in_range_where_the_kernel_is_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's ops that gather by them still run."""
+
+    class Compiled:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(top_k, "top_k_kernel", Compiled())
+    monkeypatch.setattr(top_k, "leaves_out_launches", lambda: True)
+    with nan_in_new_tensors():
+        _, indices = top_k.launch(torch.ones(3, 8), 2)
+    assert indices.tolist() == [[0, 0]] * 3
+
+
 INTERPRETED = """
 import torch
 from test_top_k import CASES, check

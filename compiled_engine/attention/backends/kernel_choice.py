@@ -10,7 +10,6 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 from compiled_engine.attention.backends.coded_decode import CodedPlan, coded_plan
 from compiled_engine.attention.backends.decode_splits import (
@@ -26,10 +25,8 @@ from compiled_engine.attention.backends.short_decode import ShortTiles, exists_o
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, tiles_of_drafts
 from compiled_engine.attention.backends.wide_tiles import is_wide
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.launch_arguments import is_hopper
 from compiled_engine.kv_format import has_scales, is_coded
-
-# Shared memory of a thread block in bytes for which all kernels have tiles; with more, some have larger tiles.
-MIN_SHARED_MEMORY = 96 << 10
 
 
 class Kernel(Enum):
@@ -104,13 +101,9 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def shared_memory_of(device: torch.device) -> int:
-    """Return the shared memory of a thread block in bytes; for Triton's interpreter, or without a GPU, the least."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return MIN_SHARED_MEMORY
-    index = torch.cuda.current_device() if device.index is None else device.index
-    memory: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return memory
+def has_large_tiles(device: torch.device) -> bool:
+    """Return whether prompts have tiles that need Hopper's shared memory and instructions; False without a GPU."""
+    return torch.cuda.is_available() and is_hopper(device)
 
 
 class Choice(NamedTuple):

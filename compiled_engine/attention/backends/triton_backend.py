@@ -19,15 +19,14 @@ from compiled_engine.attention.backends.decoded_contexts import (
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.kernel_arguments import NewKeys
 from compiled_engine.attention.backends.kernel_choice import (
-    MIN_SHARED_MEMORY,
     ROTATING,
     Kernel,
     LayerFacts,
     Plan,
     choice_of,
+    has_large_tiles,
     layer_facts,
     num_multiprocessors,
-    shared_memory_of,
 )
 from compiled_engine.attention.backends.latent_step import attend_latents
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
@@ -54,6 +53,8 @@ from compiled_engine.attention.kv_codes import kernels_convert
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
 from compiled_engine.kv_format import is_coded
 
+# Shared memory of a thread block in bytes for which all kernels have tiles; on Hopper, some have larger ones.
+MIN_SHARED_MEMORY = 96 << 10
 BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 576
@@ -77,8 +78,8 @@ class TritonBackend:
     def accept(self, case: AttentionCase) -> Support:
         require(case.device == "cuda" or triton.knobs.runtime.interpret, "device", case.device, "cuda")
         if torch.cuda.is_available():
-            memory = shared_memory_of(torch.device("cuda", torch.cuda.current_device()))
-            least = f"from {MIN_SHARED_MEMORY} bytes on"
+            device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+            memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
             require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
         if case.latent_dim:
             cache: KVFormat | None = case.require_latent()
@@ -117,8 +118,8 @@ class TritonBackend:
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         if case.packed or case.latent_dim:
             return 0
-        memory = shared_memory_of(torch.device(case.device))
-        queries = fewest_rows(case.head_dim, case.dtype.itemsize, memory) // case.group
+        large = has_large_tiles(torch.device(case.device))
+        queries = fewest_rows(case.head_dim, case.dtype.itemsize, large) // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
@@ -127,7 +128,7 @@ class TritonBackend:
         batch = BatchFacts.of(inputs.sizes, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
         if batch.listed:
             heads = case.num_heads, case.num_kv_heads, case.head_dim
-            facts = case.dtype.itemsize, shared_memory_of(inputs.seq_lens_R.device)
+            facts = case.dtype.itemsize, has_large_tiles(inputs.seq_lens_R.device)
             _, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, *facts)
             write_lists(inputs, inputs.work_W, layout, batch.min_keys)
 
@@ -232,10 +233,10 @@ def _listed_work(
     num_kv_heads: int,
     head_dim: int,
     element_size: int,
-    shared_memory: int,
+    large: bool,
 ) -> tuple[PrefillTiles, WorkLayout]:
     """Return the prefill tiles for a batch with a work list, and the layout of that list."""
-    tiles = prefill_tiles(head_dim, element_size, max_seq_len, shared_memory)
+    tiles = prefill_tiles(head_dim, element_size, max_seq_len, large)
     return tiles, WorkLayout(num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 
 
@@ -250,7 +251,7 @@ def _attend_listed(
 ) -> None:
     """Launch the kernels that take their work from the work list: for decodes, then for prompts if there are any."""
     num_sms, heads = layer.num_sms, (layer.num_heads, layer.num_kv_heads, q_THd.shape[2])
-    facts = q_THd.element_size(), shared_memory_of(q_THd.device)
+    facts = q_THd.element_size(), has_large_tiles(q_THd.device)
     tiles, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, *facts)
     work_W = inputs.work_W
     if not work_W.numel():

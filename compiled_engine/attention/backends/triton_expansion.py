@@ -290,8 +290,8 @@ def attend_expanded_kernel(
     """Compute attention to expanded keys. Program (head, tile number) computes up to TILE_M queries of a request.
 
     Programs whose tile number is unused, or whose request has no place, return at once. Later tiles see more keys: they
-    come first, for all heads, so that short ones fill up the end. Queries of a request with seq_len 0 (padding) get
-    zeros.
+    come first, for all heads, so that programs end at about the same time. Queries of a request with seq_len 0
+    (padding) get zeros.
 
     q_ptr: [T, H, KEY]; out_ptr: [T, H, VALUE]; expanded_ptr: see expand_rows_kernel. query_start_loc_ptr, seq_lens_ptr:
     see AttentionInputs. places_ptr: see place_kernel. TILE_K, TILE_V: see tile_of. MULTIPLE: a power of two that

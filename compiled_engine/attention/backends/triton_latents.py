@@ -37,6 +37,7 @@ from compiled_engine.kv_format import is_coded
 
 # Largest latent, for whose sum a program has registers, and largest part of a row after it.
 MAX_LATENT, MAX_ROTATED = 512, 128
+MOST_ROTATED_OF_LARGE = 64
 MULTIPLE = 8
 # See kernel_arguments.
 NUMBERS = [*STEP_NUMBERS, "rotated_token_stride", "num_splits"]
@@ -56,10 +57,10 @@ class LatentTiles(NamedTuple):
 
 
 def latent_tiles(num_heads: int, element_size: int, *, coded: bool, large: bool = False) -> LatentTiles:
-    """Return tiles for which the shared memory and registers of every supported GPU suffice, or of Hopper.
+    """Return tiles that fit the shared memory and registers of every supported GPU, or of Hopper if `large`.
 
-    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers. large: some
-    requests have several queries, and the GPU is a Hopper, whose matrix instructions are for 64 rows.
+    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers. large: see
+    has_large_tiles.
     """
     if large and element_size == 2 and not coded:
         return LatentTiles(64, 64, 8, 2)
@@ -69,13 +70,22 @@ def latent_tiles(num_heads: int, element_size: int, *, coded: bool, large: bool 
     return LatentTiles(rows, 32, 8 if coded else rows // 4, 2)
 
 
-def latent_splits(num_requests: int, num_heads: int, latent_dim: int, max_seq_len: int, like: torch.Tensor) -> Splits:
+def has_large_tiles(num_tokens: int, num_requests: int, rotated_dim: int, device: torch.device) -> bool:
+    """Return whether a step has large tiles: on Hopper, whose matrix instructions are for 64 rows, with prompts.
+
+    rotated_dim: elements of the rotated parts; with more of them, the tiles would not fit the shared memory.
+    """
+    return num_tokens > num_requests and rotated_dim <= MOST_ROTATED_OF_LARGE and is_hopper(device)
+
+
+def latent_splits(
+    num_requests: int, num_heads: int, rows: int, latent_dim: int, max_seq_len: int, device: torch.device
+) -> Splits:
     """Return the splits of requests with one query. Their partial results take at most MOST_PARTIAL_BYTES.
 
-    max_seq_len: see plan_splits. like: a tensor with the device and the dtype of queries.
+    rows: of a tile. max_seq_len: see plan_splits.
     """
-    programs = -(-num_heads // latent_tiles(num_heads, like.element_size(), coded=False).rows)
-    splits = plan_splits(num_requests, programs, max_seq_len, num_multiprocessors(like.device))
+    splits = plan_splits(num_requests, cdiv(num_heads, rows), max_seq_len, num_multiprocessors(device))
     most = MOST_PARTIAL_BYTES // (num_requests * num_heads * latent_dim * torch.float32.itemsize)
     return replace(splits, count=max(1, min(splits.count, most)))
 
@@ -333,9 +343,9 @@ def attend_rows(
     """
     _, num_heads, latent_dim = q_THr.shape
     rotated_dim, num_requests = rotated_THp.shape[-1], requests.num_requests
-    large = requests.num_tokens > num_requests and is_hopper(q_THr.device)
+    large = has_large_tiles(requests.num_tokens, num_requests, rotated_dim, q_THr.device)
     tiles = latent_tiles(num_heads, q_THr.element_size(), coded=is_coded(cache_N1P1w.dtype), large=large)
-    splits = latent_splits(num_requests, num_heads, latent_dim, requests.max_seq_len, q_THr)
+    splits = latent_splits(num_requests, num_heads, tiles.rows, latent_dim, requests.max_seq_len, q_THr.device)
     partials = Partials.of(q_THr, num_requests, splits.count)
     shared = {"LATENT": latent_dim, "OUT_HEAD_STRIDE": q_THr.stride(1), "GRAIN": GRAIN}
     tile_r = max(SMALLEST_TILE, next_power_of_2(latent_dim))

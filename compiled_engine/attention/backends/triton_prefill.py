@@ -48,8 +48,6 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
-# Bytes of shared memory that large tiles of the longest heads need. Hopper's GPUs have more, older ones less.
-LARGE_TILES = 216 << 10
 # Most programs that share the keys of a tile, and the fewest keys of each.
 MOST_SHARING, FEWEST_SHARED = tl.constexpr(32), 512
 # Elements of a head whose partial results are combined together.
@@ -89,24 +87,25 @@ class KeySplits(NamedTuple):
 
 
 def large_tiles(head_dim: int) -> PrefillTiles:
-    """Return tiles for heads of more than 128 elements in 16 bits, with queries and two stages in shared memory.
+    """Return Hopper's tiles for heads of more than 128 elements in 16 bits, with up to 216 KiB of shared memory.
 
-    Hopper's matrix instructions are for 64 rows. Each of two groups of warps has the sums of so many, or for wide heads
-    half of them.
+    Hopper's matrix instructions are for 64 rows. Each of two groups of warps has the sums of 64 rows, or for wide heads
+    half of the sums of the same rows.
     """
     if is_wide(head_dim):
         return PrefillTiles(rows=64, keys=32, num_warps=8, num_stages=2, programs=1)
     return PrefillTiles(rows=128, keys=64, num_warps=8, num_stages=2, programs=1)
 
 
-def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int, shared_memory: int) -> PrefillTiles:
-    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory (bytes).
+def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int, large: bool) -> PrefillTiles:
+    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    max_seq_len: the host's upper bound of the contexts; short contexts would leave large tiles half empty. `rows` is at
-    least the largest number of query heads per K/V head that the backend allows for such heads.
+    max_seq_len: the host's upper bound of the contexts; short contexts would leave large tiles half empty. large: see
+    kernel_choice.has_large_tiles. `rows` is at least the largest number of query heads per K/V head that the backend
+    allows for such heads.
     """
     gains = is_wide(head_dim) or (head_dim > 128 and max_seq_len > SHORT_CONTEXT)
-    if gains and element_size == 2 and shared_memory >= LARGE_TILES:
+    if large and gains and element_size == 2:
         return large_tiles(head_dim)
     if is_wide(head_dim):
         rows = most_rows(element_size)
@@ -121,10 +120,10 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int, shared_mem
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
 
 
-def fewest_rows(head_dim: int, element_size: int, shared_memory: int) -> int:
+def fewest_rows(head_dim: int, element_size: int, large: bool) -> int:
     """Return the smallest number of rows that prefill_tiles chooses for these heads, over all context lengths."""
     contexts = SHORT_CONTEXT, SHORT_CONTEXT + 1
-    return min(prefill_tiles(head_dim, element_size, context, shared_memory).rows for context in contexts)
+    return min(prefill_tiles(head_dim, element_size, context, large).rows for context in contexts)
 
 
 @quick_launches
