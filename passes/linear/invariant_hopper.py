@@ -14,12 +14,7 @@ from functools import cache
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, is_hopper
-from compiled_engine.passes.linear.hopper_linear import (
-    HopperTiles,
-    hopper_linear,
-    multiprocessors,
-    registers_for,
-)
+from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, multiprocessors, registers_for
 from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product
 from compiled_engine.passes.linear.hopper_quantised import BUSY, SHARED_MEMORY
 

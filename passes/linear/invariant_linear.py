@@ -25,7 +25,7 @@ def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
     """Return linear(x), or activation(gate) * up of its halves, by a kernel that serves the weight; see `reference`."""
-    if invariant_hopper.is_served(weight_NK, bias_N, activation is not None):
+    if len(x_TK) and invariant_hopper.is_served(weight_NK, bias_N, activation is not None):
         return invariant_hopper.launch(x_TK, weight_NK, activation)
     return invariant_product(x_TK, weight_NK, bias_N, activation)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits, plan_splits
 from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
-from compiled_engine.attention.backends.kernel_choice import num_multiprocessors
+from compiled_engine.attention.backends.kernel_choice import has_large_tiles, num_multiprocessors
 from compiled_engine.attention.backends.triton_combine import WIDEST_PART, Partials, combined, store_partials
 from compiled_engine.attention.backends.triton_latent_rows import (
     LatentCache,
@@ -31,13 +31,13 @@ from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.case import AttentionCase, require
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.triton_codes import ONE_SCALE, bfloat16_values, numbers
-from compiled_engine.kernels.launch_arguments import cdiv, is_hopper, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.kv_format import is_coded
 
 # Largest latent, for whose sum a program has registers, and largest part of a row after it.
 MAX_LATENT, MAX_ROTATED = 512, 128
-MOST_ROTATED_OF_LARGE = 64
+MOST_ROTATED_OF_LARGE = 64  # elements of a rotated part with which large tiles fit the shared memory
 MULTIPLE = 8
 # See kernel_arguments.
 NUMBERS = [*STEP_NUMBERS, "rotated_token_stride", "num_splits"]
@@ -59,8 +59,8 @@ class LatentTiles(NamedTuple):
 def latent_tiles(num_heads: int, element_size: int, *, coded: bool, large: bool = False) -> LatentTiles:
     """Return tiles that fit the shared memory and registers of every supported GPU, or of Hopper if `large`.
 
-    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers. large: see
-    has_large_tiles.
+    element_size: of queries, in bytes. coded: the cache has 8-bit codes, which are converted in registers. large: some
+    requests have several queries, and kernel_choice.has_large_tiles is true.
     """
     if large and element_size == 2 and not coded:
         return LatentTiles(64, 64, 8, 2)
@@ -68,14 +68,6 @@ def latent_tiles(num_heads: int, element_size: int, *, coded: bool, large: bool 
         return LatentTiles(SMALLEST_TILE, 16, 8, 1) if coded else LatentTiles(SMALLEST_TILE, 16, 4, 2)
     rows = min(32, max(SMALLEST_TILE, next_power_of_2(num_heads)))
     return LatentTiles(rows, 32, 8 if coded else rows // 4, 2)
-
-
-def has_large_tiles(num_tokens: int, num_requests: int, rotated_dim: int, device: torch.device) -> bool:
-    """Return whether a step has large tiles: on Hopper, whose matrix instructions are for 64 rows, with prompts.
-
-    rotated_dim: elements of the rotated parts; with more of them, the tiles would not fit the shared memory.
-    """
-    return num_tokens > num_requests and rotated_dim <= MOST_ROTATED_OF_LARGE and is_hopper(device)
 
 
 def latent_splits(
@@ -343,7 +335,8 @@ def attend_rows(
     """
     _, num_heads, latent_dim = q_THr.shape
     rotated_dim, num_requests = rotated_THp.shape[-1], requests.num_requests
-    large = has_large_tiles(requests.num_tokens, num_requests, rotated_dim, q_THr.device)
+    has_prompts = requests.num_tokens > num_requests
+    large = has_prompts and rotated_dim <= MOST_ROTATED_OF_LARGE and has_large_tiles(q_THr.device)
     tiles = latent_tiles(num_heads, q_THr.element_size(), coded=is_coded(cache_N1P1w.dtype), large=large)
     splits = latent_splits(num_requests, num_heads, tiles.rows, latent_dim, requests.max_seq_len, q_THr.device)
     partials = Partials.of(q_THr, num_requests, splits.count)
