@@ -287,7 +287,7 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
     - rope_angles is disabled if positions have three dimensions, as with images.
     - quantise_activations gets the model's quantisation rules.
     - In batch-invariant engines, batch_invariance comes last, also in direct callables, and takes the place of
-      gated_linear, quantise_activations and all_reduce_residual_rms_norm.
+      gated_linear, quantise_activations, whose roundings it emits, and all_reduce_residual_rms_norm.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))

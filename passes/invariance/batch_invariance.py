@@ -31,8 +31,9 @@ from compiled_engine.passes.linear import (
     small_batch_linear_cpu,
 )
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
-from compiled_engine.passes.linear.linears import Linear, linear_of, multiplied_values
+from compiled_engine.passes.linear.linears import Linear, Quantised, linear_of, multiplied_values
 from compiled_engine.passes.parallel.tensor_parallel import all_reduce, all_reduce_in_order
+from compiled_engine.passes.quantised.quantise_activations import rounded
 from compiled_engine.quantisation import Rounding
 
 # Ops of the engine that reduce nothing, or each row in an order that follows from its length alone.
@@ -41,7 +42,7 @@ _OWN_OPS = frozenset(
     for name in (
         *("invariant_linear", "invariant_quantised_linear", "rms_norm", "residual_rms_norm", "rope_angles"),
         *("rope_kv_write", "attend", "rope_attend", "attention", "element_function", "row_function"),
-        *("all_reduce_in_order", "vocabulary_part", "top_k"),
+        *("all_reduce_in_order", "vocabulary_part", "top_k", "round_inputs", "residual_rms_norm_rounded"),
     )
 )
 # Ops of torch that move, convert or choose elements. They keep tokens apart: see mixes_tokens.
@@ -62,18 +63,16 @@ _EXACT = frozenset(
         *("minimum", "maximum", "clamp", "clamp_min", "lt", "le", "gt", "ge", "eq", "ne"),
     )
 )
-# The token counts at which linears and experts change their tiles, or a product the programs of its parts. They
-# select every tile. None changes a sum.
-_TOKEN_COUNTS = tuple(
-    sorted(
-        {
-            *(invariant_product.MOST_SPREAD, FEW_TOKENS, SOME_TOKENS),
-            *invariant_product.TOKEN_BUCKETS,
-            *invariant_hopper.TOKEN_COUNTS,
-            *invariant_quantised.TOKEN_BUCKETS,
-        }
-    )
+# The token counts at which linears of values and experts change their tiles, or a product the programs of its parts,
+# and those at which linears of codes do. They select every tile. None changes a sum.
+_OF_VALUES = frozenset(
+    {
+        *(invariant_product.MOST_SPREAD, FEW_TOKENS, SOME_TOKENS),
+        *invariant_product.TOKEN_BUCKETS,
+        *invariant_hopper.TOKEN_COUNTS,
+    }
 )
+_OF_CODES = frozenset(invariant_quantised.COUNTS)
 # Ops whose bits are compared when a model is compiled. Recurrences are compared too.
 _COMPARED = (
     invariant_linear,
@@ -91,7 +90,7 @@ _FEW_COUNTS = (1, 2, 3, small_batch_linear_cpu.MOST_TOKENS, small_batch_linear_c
 class BatchInvariance(GraphPass):
     name = "batch_invariance"
     required = True
-    kernel_token_counts = _TOKEN_COUNTS
+    kernel_token_counts = tuple(sorted(_OF_VALUES | _OF_CODES))
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of values that are multiplied by a weight matrix.
@@ -101,12 +100,12 @@ class BatchInvariance(GraphPass):
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
-        replacements = []
+        replacements: list[Replacement] = []
         num_linears = 0
         for node in list(graph.nodes):
             linear = linear_of(node)
             if linear is not None and linear.is_known:
-                replacements.append(_replaced_linear(graph, linear))
+                _replace_linear(graph, linear, replacements)
                 num_linears += 1
             elif is_call(node, experts):
                 _require_experts(node)
@@ -138,32 +137,44 @@ def _counts(graph: fx.Graph) -> tuple[int, ...]:
     """Return the numbers of rows in which bits are compared: around those at which kernels change."""
     values = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
     on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
-    around = {count + more for count in _TOKEN_COUNTS for more in (0, 1)}
+    has_codes = any(is_call(node, invariant_quantised.invariant_quantised_linear) for node in graph.nodes)
+    around = {count + more for count in (_OF_VALUES | _OF_CODES if has_codes else _OF_VALUES) for more in (0, 1)}
     return tuple(sorted({*_FEW_COUNTS, *around})) if on_gpu else _FEW_COUNTS
 
 
-def _replaced_linear(graph: fx.Graph, linear: Linear) -> Replacement:
-    """Replace a linear, with the gate after it if there is one."""
+def _replace_linear(graph: fx.Graph, linear: Linear, replacements: list[Replacement]) -> None:
+    """Replace a linear, with the gate after it if there is one; append what is replaced to `replacements`."""
     result = linear.node
     user = only_user(result)
     activation = None
     if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
         result, activation = user, named(user)["activation"]
     _require_kernel(linear, activation)
-    with graph.inserting_before(result):
-        new = _emitted(graph, linear, activation)
-    result.replace_all_uses_with(new)
-    return Replacement(result.name, new)
-
-
-def _emitted(graph: fx.Graph, linear: Linear, activation: str | None) -> fx.Node:
-    """Emit the op for a linear at the graph's insertion point, and return its node."""
-    operands = linear.x, linear.weight
     if linear.quantised is None:
-        return emit(graph, invariant_linear, *operands, linear.bias, activation)
-    scales, scheme = linear.quantised.scales, str(linear.quantised.scheme)
-    more = scales, linear.quantised.input_scale, linear.bias, scheme, activation
-    return emit(graph, invariant_quantised.invariant_quantised_linear, *operands, *more)
+        with graph.inserting_before(result):
+            new = emit(graph, invariant_linear, linear.x, linear.weight, linear.bias, activation)
+    else:
+        new = _emit_quantised(graph, linear, linear.quantised, result, activation, replacements)
+    result.replace_all_uses_with(new)
+    replacements.append(Replacement(result.name, new))
+
+
+def _emit_quantised(
+    graph: fx.Graph,
+    linear: Linear,
+    quantised: Quantised,
+    result: fx.Node,
+    activation: str | None,
+    replacements: list[Replacement],
+) -> fx.Node:
+    """Emit the op for a quantised linear before `result`, and what rounds its inputs, if possible in a norm."""
+    scheme, dtype = quantised.scheme, linear.x.meta["val"].dtype
+    assert scheme.inputs is not None  # see _require_kernel
+    codes, scales, _ = rounded(graph, linear.x, scheme.inputs, quantised.input_scale, [linear.node], replacements)
+    operands = codes, scales, linear.weight, quantised.scales, linear.bias
+    with graph.inserting_before(result):
+        name = str(dtype).removeprefix("torch.")
+        return emit(graph, invariant_quantised.invariant_quantised_linear, *operands, str(scheme), name, activation)
 
 
 def _require_kernel(linear: Linear, activation: str | None) -> None:

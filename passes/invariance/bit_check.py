@@ -6,6 +6,7 @@ sum notices. Ops of recurrences process a request at once and in parts.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,12 +18,15 @@ from torch._ops import OpOverload
 from compiled_engine.passes.framework.matching import is_call, named
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.framework.verifier import ULPS, VerificationError, run_call
+from compiled_engine.passes.linear.round_inputs import residual_rms_norm_rounded, round_inputs
 from compiled_engine.recurrence.op import CONV_STATE, DELTA_RULE, STATE_SPACE
 from compiled_engine.recurrence.sequences import Sequences
 
 RECURRENCES: tuple[OpOverload, ...] = (CONV_STATE, DELTA_RULE, STATE_SPACE)
 # Arguments of recurrences: states, which keep values from one step to the next, and the result.
 _STATES, _OUT = ("state_SDN", "state_SHkv", "drafts_SHNw", "lengths_SHv"), ("out_TD", "out_THv")
+# Ops whose results, codes and scales, are the inputs of another op, and are compared through its result.
+_ROUNDING = round_inputs, residual_rms_norm_rounded
 # How the tokens of a request are divided among steps.
 PARTS = 3, 1, 4
 _MOST_DRAWN = 1 << 22
@@ -131,12 +135,15 @@ class _Operands:
 
 def _check_rows(call: fx.Node, counts: Sequence[int]) -> None:
     operands, most = _Operands(call), max(counts) + 3
-    inputs = call.all_input_nodes
+    *before, _ = calls = [*_rounding_calls(call), call]
+    inputs = dict.fromkeys(node for each in calls for node in each.all_input_nodes if node not in before)
     values = {node: operands.rows(node, most) if _has_rows(node) else operands.fixed(node) for node in inputs}
 
     def run(first: int, count: int) -> list[torch.Tensor]:
         rows = slice(first, first + count)
-        given = {node: value[rows] if _has_rows(node) else value for node, value in values.items()}
+        given: dict[fx.Node, Any] = {node: value[rows] if _has_rows(node) else value for node, value in values.items()}
+        for each in before:
+            given[each] = run_call(each, given)
         found = run_call(call, given)
         return list(found) if isinstance(found, tuple | list) else [found]
 
@@ -145,6 +152,16 @@ def _check_rows(call: fx.Node, counts: Sequence[int]) -> None:
         first = 7 * count % (most - count + 1)
         for found, expected in zip(run(first, count), whole, strict=True):
             _require_equal(call, found, expected[first : first + count], f"a step of {count}", f"one of {most} rows")
+
+
+def _rounding_calls(call: fx.Node) -> list[fx.Node]:
+    """Return the calls that round the inputs of `call` to codes and scales, in order, and those that take either."""
+    found: dict[fx.Node, None] = {}
+    for item in call.all_input_nodes:
+        rounding = item.args[0] if is_call(item, operator.getitem) else None
+        if isinstance(rounding, fx.Node) and is_call(rounding, *_ROUNDING):
+            found |= {rounding: None, item: None}
+    return list(found)
 
 
 def _check_recurrence(call: fx.Node) -> None:

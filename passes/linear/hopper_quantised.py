@@ -41,16 +41,18 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 
 
 @cache
-def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
+def quantised_tiles(
+    num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int, divides: bool = True
+) -> HopperTiles:
     """Return the tile sizes for a linear of 8-bit codes with `num_tokens` tokens and a weight [num_rows, k].
 
     The tiles are the largest that keep enough multiprocessors busy, with as many stages of the ring buffer as fit the
-    shared memory. silu_mul: num_rows counts gate and up together.
+    shared memory. silu_mul: num_rows counts gate and up together. divides: tiles may divide the columns into parts.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     # Two programs on a multiprocessor have registers for half the columns.
     most = MOST_COLUMNS if cdiv(num_rows, 32) <= num_multiprocessors else MOST_COLUMNS // 2
-    two_parts = 2 * tokens <= most and k % (2 * COLUMNS) == 0
+    two_parts = divides and 2 * tokens <= most and k % (2 * COLUMNS) == 0
     forms = [(groups, 1) for groups in (3, 2, 1) if groups < 3 or tokens <= MOST_OF_THREE]
     forms += [(1, 2)] if two_parts else []
     programs = {(groups, parts): cdiv(num_rows * parts, 64 * groups) for groups, parts in forms}

@@ -1,7 +1,9 @@
 """Defines the op of a linear with codes of e4m3 or int8 in batch-invariant engines.
 
-Inputs are rounded row by row, and one kernel multiplies the codes, by the same instruction in the same order whatever
-the number of tokens is.
+Its inputs are codes too: they are rounded row by row before. On Hopper, linears of e4m3 have the kernels of other
+engines, one for few tokens and one for many, with tiles that do not divide the columns. Both multiply 128 columns and
+add the product to the sums, so that a row has the same bits in either, which the start verifies (see bit_check.py).
+Other linears have Triton's product, in tiles for which tensor cores have the same instruction.
 """
 
 from __future__ import annotations
@@ -11,29 +13,42 @@ from functools import cache
 import torch
 
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.linear import quantised_kernels, quantised_product, round_inputs, silu_mul
+from compiled_engine.passes.linear import quantised_kernels, quantised_product, silu_mul
+from compiled_engine.passes.linear.hopper_codes import TOKEN_COUNTS, codes_tiles, hopper_codes, why_not_on_the_left
+from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
+from compiled_engine.passes.linear.hopper_quantised import quantised_tiles, why_not_on_hopper
 from compiled_engine.passes.linear.linears import Quantised
+from compiled_engine.passes.linear.quantised_kernels import MOST_BEFORE_CODES
 from compiled_engine.passes.linear.round_inputs import capability_of, why_no_products
 from compiled_engine.quantisation import LinearScheme
 
-# Numbers of tokens up to which a launch has the same tiles, and rows of a large weight.
-TOKEN_BUCKETS = (128, 256)
+# Numbers of tokens up to which Triton's product has the same tiles, and rows of a large weight.
+FEW, SOME = 128, 256
 LARGE = 16384
+# Beyond this many tokens, Hopper's kernel has the tiles for this many.
+MOST = 2048
+# Token counts that together select every tile of a weight.
+COUNTS = tuple(
+    sorted(
+        {FEW, SOME, *(count for count in TOKEN_COUNTS if count <= MOST)}
+        | {count for count in TOKEN_BUCKETS if count <= MOST_BEFORE_CODES}
+    )
+)
 
 _parsed = cache(LinearScheme.parse)
 
 
 def tiles_of(num_tokens: int, num_rows: int, has_blocks: bool) -> quantised_product.Tiles:
-    """Return the tile sizes for a number of tokens and of the weight's rows, the fastest measured on an H200.
+    """Return the tile sizes of Triton's product, by tokens and the weight's rows, the fastest measured on an H200.
 
     Tiles have at least 64 tokens: with fewer, tensor cores would run another instruction. has_blocks: blocks of the
     weight have a scale each, rather than whole rows.
     """
-    if num_tokens <= TOKEN_BUCKETS[0] or (num_tokens <= TOKEN_BUCKETS[1] and num_rows < LARGE):
+    if num_tokens <= FEW or (num_tokens <= SOME and num_rows < LARGE):
         return quantised_product.Tiles(64, 64, 4, 4)
     if has_blocks:
         return quantised_product.Tiles(64, 128, 4, 4)
-    return quantised_product.Tiles(128, 64 if num_tokens <= TOKEN_BUCKETS[1] else 128, 8, 4)
+    return quantised_product.Tiles(128, 64 if num_tokens <= SOME else 128, 8, 4)
 
 
 def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str | None:
@@ -47,53 +62,76 @@ def why_not(quantised: Quantised, num_columns: int, device: torch.device) -> str
     return missing or quantised_kernels.why_not_by_kernels(num_columns, scheme)
 
 
+@cache
+def on_hopper(
+    capability: tuple[int, int], num_rows: int, k: int, gated: bool, bias: bool, scheme: str, dtype: torch.dtype
+) -> bool:
+    """Return whether Hopper's kernels compute a linear. The answer holds for any number of tokens.
+
+    capability: the GPU's compute capability. num_rows, k: sizes of the weight; num_rows counts gate and up together.
+    dtype: dtype of the results.
+    """
+    parsed = _parsed(scheme)
+    if capability[0] != 9 or bias or why_not_on_hopper(num_rows, k, gated, parsed, dtype) is not None:
+        return False
+    return why_not_on_the_left(num_rows, gated, parsed) is None
+
+
 def reference(
     x_TK: torch.Tensor,
+    input_scales_CT: torch.Tensor,
     codes_NK: torch.Tensor,
     scales_RC: torch.Tensor,
-    input_scale_1: torch.Tensor | None,
     bias_N: torch.Tensor | None,
     scheme: str,
+    dtype: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return y = rounded(x) @ decoded weight^T + bias, [T, N]; with an activation, activation(gate) * up, [T, N / 2].
+    """Return y = decoded x @ decoded weight^T + bias, [T, N]; with an activation, activation(gate) * up, [T, N / 2].
 
-    gate and up are the halves of y. See quantised_linear_op.reference for the arguments.
+    gate and up are the halves of y. x_TK, input_scales_CT: codes and scales from round_inputs. dtype: dtype of the
+    results. See quantised_linear_op.reference for the other arguments.
     """
-    operands = x_TK, codes_NK, scales_RC, None, input_scale_1, bias_N
-    y_TN = quantised_kernels.product(*operands, _parsed(scheme), None, x_TK.dtype)
+    operands = x_TK, codes_NK, scales_RC, None, None, bias_N
+    y_TN = quantised_kernels.product(*operands, _parsed(scheme), input_scales_CT, getattr(torch, dtype))
     return y_TN if activation is None else silu_mul.reference(y_TN, activation)
 
 
 def launch(
     x_TK: torch.Tensor,
+    input_scales_CT: torch.Tensor,
     codes_NK: torch.Tensor,
     scales_RC: torch.Tensor,
-    input_scale_1: torch.Tensor | None,
     bias_N: torch.Tensor | None,
     scheme: str,
+    dtype: str,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Return the quantised linear of x, or, with an activation, activation(gate) * up of its halves; see `reference`.
+    """Return the quantised linear of x, or with an activation, activation(gate) * up of its halves; see `reference`."""
+    parsed, out, gated = _parsed(scheme), getattr(torch, dtype), activation is not None
+    (num_tokens, k), num_rows = x_TK.shape, codes_NK.shape[0]
+    scaling = quantised_kernels.scaling_of(scales_RC, input_scales_CT, parsed)
+    how = gated, activation or ""
+    is_there = x_TK.device.type == "cuda" and num_tokens > 0
+    if is_there and on_hopper(capability_of(x_TK.device), num_rows, k, gated, bias_N is not None, scheme, out):
+        num_sms = multiprocessors(x_TK.device)
+        if num_tokens <= MOST_BEFORE_CODES:
+            few = quantised_tiles(num_tokens, num_rows, k, gated, num_sms, divides=False)
+            return hopper_linear(x_TK, codes_NK, None, *how, few, None, scaling, out)
+        many = codes_tiles(min(num_tokens, MOST), num_rows, scaling.columns > 0, num_sms)
+        return hopper_codes(x_TK, codes_NK, *how, scaling, out, many)
+    tiles, step = tiles_of(num_tokens, num_rows, scaling.columns > 0), quantised_product.step_of(parsed)
+    return quantised_product.launch(x_TK, codes_NK, scaling, bias_N, None, *how, step, out, tiles)
 
-    One kernel rounds x, another multiplies the codes and computes the activation.
-    """
-    parsed = _parsed(scheme)
-    assert parsed.inputs is not None
-    rounded_TK, inputs_CT = round_inputs.launch(x_TK, parsed.inputs, input_scale_1)
-    scaling, step = quantised_kernels.scaling_of(scales_RC, inputs_CT, parsed), quantised_product.step_of(parsed)
-    tiles = tiles_of(x_TK.shape[0], codes_NK.shape[0], scaling.columns > 0)
-    operands = rounded_TK, codes_NK, scaling, bias_N, None, activation is not None, activation or "", step
-    return quantised_product.launch(*operands, x_TK.dtype, tiles)
 
-
-def _fake(x_TK: torch.Tensor, codes_NK: torch.Tensor, activation: str | None) -> torch.Tensor:
-    return x_TK.new_empty((x_TK.shape[0], codes_NK.shape[0] // (1 if activation is None else 2)))
+def _fake(x_TK: torch.Tensor, codes_NK: torch.Tensor, dtype: str, activation: str | None) -> torch.Tensor:
+    shape = x_TK.shape[0], codes_NK.shape[0] // (1 if activation is None else 2)
+    return x_TK.new_empty(shape, dtype=getattr(torch, dtype))
 
 
 invariant_quantised_linear = define_op(
-    "invariant_quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? input_scale_1, "
-    "Tensor? bias_N, str scheme, str? activation=None) -> Tensor",
+    "invariant_quantised_linear(Tensor x_TK, Tensor input_scales_CT, Tensor codes_NK, Tensor scales_RC, "
+    "Tensor? bias_N, str scheme, str dtype, str? activation=None) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

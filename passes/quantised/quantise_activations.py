@@ -60,7 +60,7 @@ class QuantiseActivations(GraphPass):
         # In graph order, so that a linear's inputs are rounded before its result.
         for (x, rounding, static), linears in sorted(readers.items(), key=lambda item: order[item[0][0]]):
             name, dtype = x.name, str(x.meta["val"].dtype).removeprefix("torch.")
-            codes, scales, by = _rounded(graph, x, rounding, static, linears, replacements)
+            codes, scales, by = rounded(graph, x, rounding, static, linears, replacements)
             notes.append(f"{name}: {rounding}, {by}, for {', '.join(node.name for node in linears)}")
             for node in linears:
                 change(node, x_TK=codes, input_scale_1=None, input_scales_CT=scales, dtype=dtype)
@@ -73,7 +73,7 @@ class QuantiseActivations(GraphPass):
         return scheme is not None and scheme.inputs is not None
 
 
-def _rounded(
+def rounded(
     graph: fx.Graph,
     x: fx.Node,
     rounding: Rounding,

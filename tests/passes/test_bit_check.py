@@ -10,9 +10,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from compiled_engine.passes.framework.matching import emit, emit_item
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.invariance.bit_check import check_bits
 from compiled_engine.passes.linear.invariant_linear import invariant_linear
+from compiled_engine.passes.linear.round_inputs import round_inputs
 from compiled_engine.recurrence.op import STATE_SPACE
 from compiled_engine.recurrence.sequences import Sequences
 
@@ -58,6 +60,19 @@ def test_a_recurrence_in_chunks_is_found() -> None:
     assert check_bits(scan_of(invariant=True), (), (1, 2)) == (
         "a request has the same bits in steps of 3, 1 and 4 tokens: 1 x state_space",
     )
+
+
+def test_inputs_that_another_op_rounds_are_rounded_in_each_step() -> None:
+    """Codes and scales have their rows in different dimensions, so none of them is drawn."""
+    made = Graph()
+    x = made.placeholder(7, 16, rows=True)
+    rounded = emit(made.graph, round_inputs, x, None, "int8 1x*")
+    codes = emit_item(made.graph, rounded, 0)
+    made.graph.call_function(CUMSUM, (codes, 1))
+    assert len(check_bits(made.graph, (CUMSUM,), (2, 3))) == 1
+    made.graph.call_function(CUMSUM, (codes, 0))
+    with pytest.raises(VerificationError, match=r"cumsum.* gives other bits in a step of 2 than in one of 6"):
+        check_bits(made.graph, (CUMSUM,), (2, 3))
 
 
 def test_ops_of_equal_shapes_are_compared_once() -> None:
