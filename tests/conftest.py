@@ -6,10 +6,12 @@ import gc
 import logging
 import os
 import shutil
+import ssl
 import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,9 @@ QUICK = ("frontend", "grammars", "kernels", "other_engines", "process", "resolve
 _traces = logging.getLogger("torch.__trace")
 _traces.propagate = True
 _traces.handlers.clear()
+
+# Each client would read the certificates of all authorities anew, which takes longer than most requests.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # Traces allocate so much that with Python's own thresholds everything is looked through again and again. Each file of
 # tests begins with such a collection, see kept_out_of_collections.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,30 +37,41 @@ def expected(bundled_model_path: Path, text: str) -> tuple[float, int]:
     return mean_nats_per_token(lambda ids: plain(ids).logits, windows), scored_tokens(windows)
 
 
-def test_quantise_tells_the_loss_before_and_after(
-    bundled_model_path: Path, text: str, expected: tuple[float, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Quantised(NamedTuple):
+    """A folder that the command `quantise` has written, and the result that it has printed."""
+
+    folder: Path
+    result: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def fp8(bundled_model_path: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
     """The command's engines are eager here: compiled ones take long to compile."""
-    monkeypatch.setattr("compiled_engine.llm.LLM", lambda folder, **options: LLM(folder, **options | {"mode": "eager"}))
-    (tmp_path / "text").write_text(text)
-    command = ["quantise", str(bundled_model_path), str(tmp_path / "fp8"), "--scheme", "fp8", "--device", "cpu"]
-    done = CliRunner().invoke(app, [*command, "--text", str(tmp_path / "text"), "--json"])
+    folder = tmp_path_factory.mktemp("quantised")
+    (folder / "text").write_text(text)
+    command = ["quantise", str(bundled_model_path), str(folder / "fp8"), "--scheme", "fp8", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compiled_engine.llm.LLM", lambda path, **options: LLM(path, **options | {"mode": "eager"}))
+        done = CliRunner().invoke(app, [*command, "--text", str(folder / "text"), "--json"])
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert result["num_tokens"] == expected[1]
-    assert result["loss_before"] == pytest.approx(expected[0], abs=1e-4)
-    assert 1e-5 < abs(result["loss_after"] - expected[0]) < 0.05
+    return Quantised(folder / "fp8", json.loads(done.stdout))
 
 
-def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int]) -> None:
-    """The base is eager here: the compiled bundled model's loss is that of test_cache_format_loss.py."""
-    chosen: dict[str, Any] = {BASE: {"mode": "eager"}, "fp8": {"compile_ranges": ()}}
-    chosen = {name: VARIANTS[name] | more for name, more in chosen.items()}
-    options = {"device": "cpu", "progress": False}
+def test_quantise_tells_the_loss_before_and_after(fp8: Quantised, expected: tuple[float, int]) -> None:
+    assert fp8.result["num_tokens"] == expected[1]
+    assert fp8.result["loss_before"] == pytest.approx(expected[0], abs=1e-4)
+    assert 1e-5 < abs(fp8.result["loss_after"] - expected[0]) < 0.05
+
+
+def test_rows_are_compared_with_float32(text: str, expected: tuple[float, int], fp8: Quantised) -> None:
+    """All engines are eager here: the compiled bundled model's loss is that of test_cache_format_loss.py."""
+    chosen: dict[str, Any] = {BASE: VARIANTS[BASE], "fp8": {"model": str(fp8.folder)}}
+    options = {"device": "cpu", "progress": False, "mode": "eager"}
     result = compare_losses(None, text, options, SilentProgress(), chosen)
     base, quantised = result["rows"]
     assert result["num_tokens"] == expected[1]
     assert base == {"name": BASE, "loss": pytest.approx(expected[0], abs=1e-4)}
+    assert quantised["loss"] == pytest.approx(fp8.result["loss_after"], abs=1e-4)
     assert quantised["difference"] == pytest.approx(quantised["loss"] - base["loss"])
     assert 1e-5 < quantised["divergence"]["mean"] < quantised["divergence"]["p99"] < 0.2
     assert 0.9 < quantised["same_best"] < 1
