@@ -28,6 +28,7 @@ import poison
 import pytest
 import quick_compiler
 import torch
+import typer
 from hypothesis import HealthCheck, settings
 from left_over import nothing_left
 from tiny_tokenizers import KINDS
@@ -58,6 +59,8 @@ _traces.handlers.clear()
 
 # Each client would read the certificates of all authorities anew, which takes longer than most requests.
 ssl.create_default_context = cache(ssl.create_default_context)
+# Each call of a command would make all commands with their options anew.
+typer.main.get_command = cache(typer.main.get_command)
 
 # Traces allocate so much that with Python's own thresholds everything is looked through again and again. Each file of
 # tests begins with such a collection, see kept_out_of_collections.
