@@ -25,7 +25,7 @@ from compiled_engine.recurrence.sequences import Sequences
 RECURRENCES: tuple[OpOverload, ...] = (CONV_STATE, DELTA_RULE, STATE_SPACE)
 # Arguments of recurrences: states, which keep values from one step to the next, and the result.
 _STATES, _OUT = ("state_SDN", "state_SHkv", "drafts_SHNw", "lengths_SHv"), ("out_TD", "out_THv")
-# Ops whose results, codes and scales, are the inputs of another op, and are compared through its result.
+# Ops whose codes and scales are the inputs of another op, and are compared through its result. A sum is exact.
 _ROUNDING = round_inputs, residual_rms_norm_rounded
 # How the tokens of a request are divided among steps.
 PARTS = 3, 1, 4
@@ -79,13 +79,13 @@ def _device(call: fx.Node) -> torch.device:
 
 
 def _unlike_calls(graph: fx.Graph, ops: Sequence[OpOverload]) -> Iterator[fx.Node]:
-    """Yield the calls of ops, of those with equal shapes, dtypes and constants the first alone."""
+    """Yield the calls of ops, of those with equal shapes, dtypes, constants and roundings the first alone."""
     seen = set()
     for call in graph.nodes:
         if not is_call(call, *ops):
             continue
-        described = (_described(each) for each in (*call.args, *call.kwargs.values()))
-        alike = (call.target, *described)
+        computed = [each for each in (*_rounding_calls(call), call) if each.target is not operator.getitem]
+        alike = tuple((each.target, *map(_described, (*each.args, *each.kwargs.values()))) for each in computed)
         if alike not in seen:
             seen.add(alike)
             yield call
@@ -135,8 +135,8 @@ class _Operands:
 
 def _check_rows(call: fx.Node, counts: Sequence[int]) -> None:
     operands, most = _Operands(call), max(counts) + 3
-    *before, _ = calls = [*_rounding_calls(call), call]
-    inputs = dict.fromkeys(node for each in calls for node in each.all_input_nodes if node not in before)
+    before = _rounding_calls(call)
+    inputs = dict.fromkeys(node for each in (*before, call) for node in each.all_input_nodes if node not in before)
     values = {node: operands.rows(node, most) if _has_rows(node) else operands.fixed(node) for node in inputs}
 
     def run(first: int, count: int) -> list[torch.Tensor]:

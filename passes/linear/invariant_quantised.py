@@ -1,9 +1,9 @@
 """Defines the op of a linear with codes of e4m3 or int8 in batch-invariant engines.
 
-Its inputs are codes too: they are rounded row by row before. On Hopper, linears of e4m3 have the kernels of other
-engines, one for few tokens and one for many, with tiles that do not divide the columns. Both multiply 128 columns and
-add the product to the sums, so that a row has the same bits in either, which the start verifies (see bit_check.py).
-Other linears have Triton's product, in tiles for which tensor cores have the same instruction.
+Its inputs are codes too: they are rounded row by row before. Most linears of e4m3 on Hopper (see `on_hopper`) have the
+kernels of other engines, one for few tokens and one for many, with tiles that do not divide the columns. Both multiply
+128 columns and add the product to the sums, so that a row has the same bits in either, which the start verifies (see
+bit_check.py). Other linears have Triton's product, in tiles for which tensor cores have the same instruction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST = 2048
 # Token counts that together select every tile of a weight.
 COUNTS = tuple(
     sorted(
-        {FEW, SOME, *(count for count in TOKEN_COUNTS if count <= MOST)}
+        {FEW, SOME, 512, *(count for count in TOKEN_COUNTS if count <= MOST)}
         | {count for count in TOKEN_BUCKETS if count <= MOST_BEFORE_CODES}
     )
 )
@@ -112,8 +112,8 @@ def launch(
     (num_tokens, k), num_rows = x_TK.shape, codes_NK.shape[0]
     scaling = quantised_kernels.scaling_of(scales_RC, input_scales_CT, parsed)
     how = gated, activation or ""
-    is_there = x_TK.device.type == "cuda" and num_tokens > 0
-    if is_there and on_hopper(capability_of(x_TK.device), num_rows, k, gated, bias_N is not None, scheme, out):
+    on_gpu = x_TK.device.type == "cuda" and num_tokens > 0
+    if on_gpu and on_hopper(capability_of(x_TK.device), num_rows, k, gated, bias_N is not None, scheme, out):
         num_sms = multiprocessors(x_TK.device)
         if num_tokens <= MOST_BEFORE_CODES:
             few = quantised_tiles(num_tokens, num_rows, k, gated, num_sms, divides=False)

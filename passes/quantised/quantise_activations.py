@@ -2,7 +2,8 @@
 
 Why: a linear that rounds its own inputs reads 16-bit values that another kernel has just written. A norm or silu(gate)
 * up has the row in registers, so only 8 bits pass between the two, with one launch less. The pass runs last, as it
-absorbs other passes' ops, and only in ranges without small_batch_linear, which moves norms into the linears.
+absorbs other passes' ops, and only in ranges without small_batch_linear, which moves norms into the linears. In
+batch-invariant engines `batch_invariance` takes its place, and rounds by the same function.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from compiled_engine.recurrence.op import STATE_SPACE
 from compiled_engine.recurrence.sequences import Sequences
 
 ROWS, FIXED = DimDynamic.DYNAMIC, DimDynamic.STATIC
+MUL = torch.ops.aten.mul.Tensor
 CUMSUM = torch.ops.aten.cumsum.default
 
 
@@ -63,11 +64,16 @@ def test_a_recurrence_in_chunks_is_found() -> None:
 
 
 def test_inputs_that_another_op_rounds_are_rounded_in_each_step() -> None:
-    """Codes and scales have their rows in different dimensions, so none of them is drawn."""
+    """Codes and scales are not drawn: scales have rows in their second dimension."""
     made = Graph()
     x = made.placeholder(7, 16, rows=True)
     rounded = emit(made.graph, round_inputs, x, None, "int8 1x*")
     codes = emit_item(made.graph, rounded, 0)
+    other = emit_item(made.graph, emit(made.graph, round_inputs, x, None, "int8 1x8"), 0)
+    for operand in (codes, codes, other):
+        emit(made.graph, MUL, operand, operand)
+    (line,) = check_bits(made.graph, (MUL,), (2, 3))
+    assert line.endswith("2 x mul")  # codes that are rounded otherwise are another case
     made.graph.call_function(CUMSUM, (codes, 1))
     assert len(check_bits(made.graph, (CUMSUM,), (2, 3))) == 1
     made.graph.call_function(CUMSUM, (codes, 0))

@@ -59,7 +59,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("scheme", [BY_ROWS, BY_BLOCKS])
-@pytest.mark.parametrize("rows", [1024, 4096, 6144, 24576])
+@pytest.mark.parametrize("rows", [1024, 4096, 5120, 6144, 24576])
 def test_counts_that_are_compared_select_every_tile_on_hopper(rows: int, scheme: str) -> None:
     """And none divides the columns: parts would add in another order."""
 
@@ -69,10 +69,9 @@ def test_counts_that_are_compared_select_every_tile_on_hopper(rows: int, scheme:
     def many(count: int) -> CodesTiles:
         return codes_tiles(min(count, MOST), rows, scheme == BY_BLOCKS, 132)
 
-    compared = {count + more for count in COUNTS for more in (0, 1)}
     assert {few(count).parts for count in range(1, 65)} == {1}
-    assert {few(count) for count in range(1, 65)} == {few(count) for count in compared if count <= 64}
-    assert {many(count) for count in range(65, 8193)} == {many(count) for count in compared if count > 64}
+    assert {few(count) for count in range(1, 65)} == {few(count) for count in COUNTS if count <= 64}
+    assert {many(count) for count in range(65, 8193)} == {many(count) for count in (*COUNTS, MOST + 1) if count > 64}
 
 
 def test_linears_that_hoppers_kernels_leave_to_another() -> None:
@@ -81,6 +80,9 @@ def test_linears_that_hoppers_kernels_leave_to_another() -> None:
     for place, other in enumerate(((8, 9), 4092, 4088, None, True, "int8 1x*, inputs int8 1x*", torch.float32)):
         if other is not None:
             assert not on_hopper(*served[:place], other, *served[place + 1 :])
+    blocks = "e4m3 32x128, inputs e4m3 1x128"
+    assert not on_hopper(*served[:3], True, False, blocks, torch.float16)
+    assert on_hopper(*served[:3], True, False, BY_BLOCKS, torch.float16)
 
 
 @pytest.mark.gpu
