@@ -220,14 +220,20 @@ def test_layers_are_counted_in_each_spelling(case: MtpCase, tmp_path: Path) -> N
     assert all(torch.equal(own[name], again[name]) for name in own if not own[name].is_meta)
 
 
+QUANTISED = ("compressed-tensors, channel, weights alone", "compressed-tensors, int8, channel and token", "fp8, block")
+QUANTISED += ("compressed-tensors, groups",)
+
+
+@pytest.mark.product(one_in=1000, each=("layer",))
 @pytest.mark.parametrize("layer", [False, True], ids=["model", "model and layer"])
+@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("name", ["glm", "deepseek", "qwen3_next", "qwen3_5"])
 def test_a_quantised_checkpoint_has_a_layer_in_16_bits_or_in_codes(
-    layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, form: str, layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The patterns of what is not quantised name the model's layers alone."""
-    layout, ignore = "compressed-tensors, channel, weights alone", ["model.layers.0.self_attn.q_proj"]
-    written = write_mtp_checkpoint(tmp_path / "plain", GLM)
-    written = write_quantised_mtp(written, tmp_path / "quantised", layout, ignore, layer=layer)
+    written = write_mtp_checkpoint(tmp_path / "plain", CASES[name])
+    written = write_quantised_mtp(written, tmp_path / "quantised", form, layer=layer)
     seen = record_drafts(monkeypatch)
     with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
         generate(llm, temperature=0)

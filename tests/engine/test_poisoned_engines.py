@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from encoder_folders import make_encoder
-from poisoned_engines import KINDS, poison_caches, start
+from poisoned_engines import KINDS, Kind, poison_caches, start
 from pooling_folders import make_embedder
 
 from compiled_engine import LLM
@@ -22,7 +22,15 @@ SHOWN = pytest.mark.shown_by(
     "engine/test_coded_cache_engine.py::test_fp8_takes_the_scales_of_a_checkpoint",
     "engine/test_adapters.py::test_a_batch_of_adapters_and_none",
 )
-EVERY = [pytest.param(name, marks=() if kind.options.get("mode") == "eager" else SHOWN) for name, kind in KINDS.items()]
+DRAWN = pytest.mark.product(one_in=1000)
+
+
+def marks_of(kind: Kind) -> tuple[pytest.MarkDecorator, ...]:
+    compiled, drawn = kind.options.get("mode") != "eager", kind.drawn
+    return (SHOWN,) * compiled + (DRAWN,) * drawn
+
+
+EVERY = [pytest.param(name, marks=marks_of(kind)) for name, kind in KINDS.items()]
 
 
 @pytest.mark.parametrize("name", EVERY)

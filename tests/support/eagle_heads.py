@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import load_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 HEADS, HEAD_DIM = 4, 16
 Tensors = dict[str, torch.Tensor]
@@ -18,6 +19,8 @@ Tensors = dict[str, torch.Tensor]
 def head_config(target: Path, **changes: Any) -> dict[str, Any]:
     """Return the config.json of a head for a model, in the format of EAGLE-3's authors."""
     model = json.loads((target / "config.json").read_text())
+    # Some families' files have the kinds of the layers in place of their number.
+    num_layers = AutoConfig.from_pretrained(target).get_text_config().num_hidden_layers
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model["hidden_size"],
@@ -29,7 +32,7 @@ def head_config(target: Path, **changes: Any) -> dict[str, Any]:
         "vocab_size": model["vocab_size"],
         "max_position_embeddings": 32,  # fewer than the model's
         "rms_norm_eps": 1e-5,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, model["num_hidden_layers"] - 1],
+        "eagle_aux_hidden_state_layer_ids": [0, 1, num_layers - 1],
         **changes,
     }
 

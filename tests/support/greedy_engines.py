@@ -47,3 +47,5 @@ def check_in_company(folder: Path, expected: list[list[int]], **options: Any) ->
     preempted, metrics = generated(folder, mode="eager", max_num_seqs=5, async_scheduling=True, **few_blocks, **options)
     assert preempted == expected
     assert metrics["preemptions"] > 0
+    if "speculative_config" in options:
+        assert metrics["draft_tokens"] > 0

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from families import TINY, Family, family, write_checkpoint
+from packed_checkpoints import PACKINGS, pack_weight, write_linears, write_section
 from quantised_checkpoints import LAYOUTS, write_quantised
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 Tensors = dict[str, torch.Tensor]
 FILE = "model.safetensors"
+_KEPT = re.compile(r"^lm_head$|\.visual\.|\.(in_proj_(a|b|ba)|shared_expert_gate)$")
 
 
 @dataclass(frozen=True)
@@ -175,15 +179,36 @@ def decoder_layer(single: Tensors, case: MtpCase) -> Tensors:
     }
 
 
-def write_quantised_mtp(written: Written, folder: Path, layout: str, ignore: list[str], *, layer: bool) -> Written:
-    """Write the checkpoint with quantised linears, also those of the MTP layer if `layer`. ignore: names of modules."""
-    model: Any = write_quantised(written.folder, folder, LAYOUTS[layout], ["lm_head", *ignore], round_inputs=False)
+def write_quantised_mtp(written: Written, folder: Path, form: str, *, layer: bool) -> Written:
+    """Write the checkpoint with quantised linears, also those of the MTP layer if `layer`.
+
+    form: a name of LAYOUTS or PACKINGS. Rules name the linears of the model alone that are not quantised.
+    """
+    model = _write_quantised(written.folder, folder, form, written.model, written.case)
     if not layer:
         return replace(written, folder=folder, model=model)
-    given = written.folder / "single", folder / "single", LAYOUTS[layout], ["lm_head", *ignore]
-    single: Any = write_quantised(*given, round_inputs=False)
-    add_mtp_layer(folder, written.case, decoder_layer(load_file(folder / "single" / FILE), written.case))
+    single = _write_quantised(written.folder / "single", folder / "single", form, written.single, written.case)
+    plain, coded = (decoder_layer(load_file(each / "single" / FILE), written.case) for each in (written.folder, folder))
+    tensors, stored = load_file(folder / FILE), {written.case.stored(name) for name in plain}
+    others = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    save_file(others, folder / FILE, metadata={"format": "pt"})
+    add_mtp_layer(folder, written.case, coded)
     return replace(written, folder=folder, model=model, single=single)
+
+
+def _write_quantised(source: Path, folder: Path, form: str, model: Any, case: MtpCase) -> Any:
+    """Write a model's checkpoint in a format, and return the oracle: all but the head, the tower, a projection of
+    queries, linears of very few rows, and MTP layers."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kept = [name for name in linears if _KEPT.search(name)]
+    kept.append(next(name for name in linears if re.search(r"\.self_attn\.q(_a)?_proj$", name)))
+    if form not in PACKINGS:
+        return write_quantised(source, folder, LAYOUTS[form], kept, round_inputs=False, kind=type(model))
+    packing = PACKINGS[form]
+    pack, ignore = partial(pack_weight, packing=packing), [*kept, f"{case.prefix}*"]
+    oracle = write_linears(source, folder, pack, ignore, kind=type(model))
+    write_section(folder, packing.config(kept))
+    return oracle
 
 
 def add_mtp_layer(folder: Path, case: MtpCase, tensors: Tensors) -> None:

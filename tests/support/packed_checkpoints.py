@@ -170,12 +170,15 @@ def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]
     return model
 
 
-def write_linears(source: Path, folder: Path, pack: Pack, ignore: list[str]) -> nn.Module:
+def write_linears(
+    source: Path, folder: Path, pack: Pack, ignore: list[str], kind: Any = AutoModelForCausalLM
+) -> nn.Module:
     """Write a checkpoint with packed linears, without a section about them. See `write_packed`.
 
-    ignore: names of modules in the checkpoint, with `*` for any text, or `re:` and a regular expression.
+    ignore: names of modules in the checkpoint, with `*` for any text, or `re:` and a regular expression. kind: the
+    oracle's class.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
+    model: Any = kind.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
     patterns = [re.compile(each[3:] if each.startswith("re:") else fnmatch.translate(each)) for each in ignore]
 

@@ -37,10 +37,12 @@ class Kind:
     changes: dict[str, Any] = field(default_factory=dict)
     adapters: bool = False  # requests may have some
     drafts: bool = False  # the model drafts for itself
+    drawn: bool = False  # one of these kinds runs without --all
 
 
 EAGER: dict[str, Any] = {"mode": "eager"}
 COMPILED: dict[str, Any] = {"compile_ranges": ()}
+DRAFTED: dict[str, Any] = EAGER | {"speculative_config": NGRAM}
 KINDS = {
     "windows": Kind("mistral", EAGER, {"sliding_window": 21}),
     "windows, int8": Kind("mistral", EAGER | {"kv_cache_dtype": "int8"}, {"sliding_window": 21}),
@@ -52,9 +54,14 @@ KINDS = {
     "draft model": Kind("qwen3", EAGER, drafts=True),
     "recurrences": Kind("qwen3_5_text", EAGER),
     "convolutions, few snapshots": Kind("lfm2", EAGER | {"num_state_snapshots": 2}),
-    "recurrences, drafts": Kind("qwen3_5_text", EAGER | {"speculative_config": NGRAM}),
+    "recurrences, drafts": Kind("qwen3_5_text", DRAFTED),
     "convolutions, drafts": Kind("lfm2", EAGER | {"speculative_config": NGRAM, "num_state_snapshots": 2}),
-    "state spaces, drafts": Kind("falcon_h1", EAGER | {"speculative_config": NGRAM}),
+    "state spaces, drafts": Kind("falcon_h1", DRAFTED),
+    "wide heads, drafts": Kind("gemma4_text", DRAFTED, {"global_head_dim": 512}, drawn=True),
+    "Kimi delta attention, drafts": Kind("kimi_linear", DRAFTED, drawn=True),
+    "state spaces, experts, drafts": Kind("granitemoehybrid", DRAFTED, drawn=True),
+    "linear biases, drafts": Kind("bloom", DRAFTED, {"seq_length": POSITIONS}, drawn=True),
+    "latent rows, drafts": Kind("deepseek_v3", DRAFTED, drawn=True),
     "recurrences, compiled": Kind("qwen3_5_text", COMPILED | {"mode": "compiled"}),
     "adapters": Kind("qwen3", COMPILED | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}, adapters=True),
     "adapters, int8, recorded": Kind(
