@@ -19,8 +19,9 @@ Tensors = dict[str, torch.Tensor]
 def head_config(target: Path, **changes: Any) -> dict[str, Any]:
     """Return the config.json of a head for a model, in the format of EAGLE-3's authors."""
     model = json.loads((target / "config.json").read_text())
-    # Some families' files have the kinds of the layers in place of their number.
-    num_layers = AutoConfig.from_pretrained(target).get_text_config().num_hidden_layers
+    num_layers = model.get("num_hidden_layers")
+    if num_layers is None:  # some families' files have the kinds of the layers in place of their number
+        num_layers = AutoConfig.from_pretrained(target).get_text_config().num_hidden_layers
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model["hidden_size"],
