@@ -57,11 +57,6 @@ _traces = logging.getLogger("torch.__trace")
 _traces.propagate = True
 _traces.handlers.clear()
 
-# Each client would read the certificates of all authorities anew, which takes longer than most requests.
-ssl.create_default_context = cache(ssl.create_default_context)
-# Each call of a command would make all commands with their options anew.
-typer.main.get_command = cache(typer.main.get_command)
-
 # Traces allocate so much that with Python's own thresholds everything is looked through again and again. Each file of
 # tests begins with such a collection, see kept_out_of_collections.
 THRESHOLDS = 20_000, 20, 100
@@ -179,6 +174,16 @@ def kept_out_of_collections() -> None:
     """What stands before a file's tests stays: collections of garbage need not look through it, which takes seconds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once() -> Iterator[None]:
+    """Let libraries make once what takes longer than most tests, and what no test changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Each client would read the certificates of all authorities anew, each call of a command make all commands.
+        for module, name in ((ssl, "create_default_context"), (typer.main, "get_command")):
+            patch.setattr(module, name, cache(getattr(module, name)))
+        yield
 
 
 @pytest.fixture(scope="session")
