@@ -10,12 +10,12 @@ import torch
 from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
 from compiled_engine.passes.linear.hopper_linear import (
+    SHARED_MEMORY,
     box_of_results,
     layout_of_boxes,
     multiprocessors,
     rows_for_boxes,
 )
-from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
 from compiled_engine.passes.linear.split_sums import sum_splits
 
 # Columns of a block; rows of a tile, of two groups of warps; token tiles that take the same rows one after another.

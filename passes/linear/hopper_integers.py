@@ -16,13 +16,13 @@ from compiled_engine.kernels.boxes import Box
 from compiled_engine.kernels.launch_arguments import WARPS, cdiv
 from compiled_engine.passes.framework.rounding import from_words
 from compiled_engine.passes.linear.hopper_linear import (
+    SHARED_MEMORY,
     TOKEN_BUCKETS,
     HopperTiles,
     layout_of_boxes,
     multiprocessors,
     rows_for_boxes,
 )
-from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
 from compiled_engine.passes.linear.split_sums import sum_splits
 from compiled_engine.quantisation import LinearScheme
 

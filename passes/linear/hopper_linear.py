@@ -1,4 +1,4 @@
-"""Launches Hopper's kernel for linears of up to 128 tokens, where the device's profile has tile sizes for them."""
+"""Launches Hopper's kernel for linears of up to 128 tokens, with tile sizes of the device's profile or of a rule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.boxes import Box
-from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
+from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers, is_hopper
 from compiled_engine.passes.framework.profile import DeviceProfile, load_profile
 from compiled_engine.passes.linear.quantised_product import Scaling
 
 
 def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
     """Return the profile of a Hopper device, for dtypes of two bytes; None for other devices and dtypes."""
-    if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if dtype.itemsize != 2 or not is_hopper(device):
         return None
     return load_profile(torch.cuda.get_device_name(device))
 
@@ -75,6 +75,14 @@ MOST_COLUMNS = 128
 # tiles are kept if the share of busy multiprocessors is at least AS_BUSY of that of the measured shape. Otherwise
 # programs get fewer rows, and LEAST_BUSY is enough.
 NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
+# Bytes of shared memory of a program, besides barriers.
+SHARED_MEMORY = 226 << 10
+# Share of multiprocessors that a launch should occupy.
+BUSY = 0.9
+# The rule for shapes with neither: on an NVIDIA H200 the kernel is faster than those for small batches for weights with
+# MANY_ROWS, if more than LEAST_TOKENS tokens share them, if tiles keep MOSTLY_BUSY of the multiprocessors busy, or for
+# several tokens and up to FEW_COLUMNS columns. For more than MOST_TOKENS tokens the rule was not measured.
+MANY_ROWS, LEAST_TOKENS, MOSTLY_BUSY, FEW_COLUMNS, MOST_TOKENS = 2048, 32, 2 / 3, 6144, 64
 
 
 @dataclass(frozen=True)
@@ -133,13 +141,52 @@ def registers_for(groups: int, columns: int) -> int:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """Return the tile sizes for a linear by the device's profile, see `tiles_for`.
+    """Return the tile sizes for a linear by the device's profile, see `tiles_for`, or else by `tiles_by_rule`.
 
-    Returns None if the device is not a Hopper GPU with a profile, if `dtype` does not have two bytes, for more than 128
-    tokens, or if `tiles_for` returns None.
+    Returns None if the device is not a Hopper GPU, if `dtype` does not have two bytes, for more than 128 tokens, or if
+    another kernel is faster.
     """
-    profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
-    return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
+    if num_tokens > TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or not is_hopper(device):
+        return None
+    profile, num_sms = hopper_profile(dtype, device), multiprocessors(device)
+    tiles = None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, num_sms)
+    if tiles is None and (profile is None or (num_rows, k) not in _measured_shapes(profile, gated)):
+        return tiles_by_rule(num_tokens, num_rows, k, gated, num_sms)
+    return tiles
+
+
+def _measured_shapes(profile: DeviceProfile, gated: bool) -> set[tuple[int, int]]:
+    shapes = (*profile.tiles, *profile.hopper_tiles)
+    return {(rows, columns) for _, rows, columns, is_gated in shapes if is_gated == gated}
+
+
+def tiles_by_rule(num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int) -> HopperTiles | None:
+    """Return the tile sizes for a weight that is near to no measured one; None if another kernel is faster.
+
+    See MANY_ROWS, and undivided_tiles for the arguments.
+    """
+    fits = num_rows % (16 if gated else 8) == 0 and k % columns_of_boxes(16) == 0
+    if not fits or num_rows < MANY_ROWS or num_tokens > MOST_TOKENS:
+        return None
+    tiles = undivided_tiles(num_tokens, num_rows, k, gated, num_sms)
+    few_columns = num_tokens > 1 and k <= FEW_COLUMNS
+    is_faster = num_tokens > LEAST_TOKENS or few_columns or tiles.share_of_busy(num_rows, num_sms) >= MOSTLY_BUSY
+    return tiles if is_faster else None
+
+
+@cache
+def undivided_tiles(num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int) -> HopperTiles:
+    """Return the largest tiles for up to 64 tokens that keep enough multiprocessors busy without parts.
+
+    num_rows, k: sizes of the weight; num_rows counts gate and up together. num_sms: multiprocessors of the GPU.
+    """
+    tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
+    groups = next((groups for groups in (3, 2) if cdiv(num_rows, 64 * groups) >= BUSY * num_sms), 1)
+    most = 4 if groups == 1 and tokens <= 16 else 2
+    products = next(count for count in (most, 2, 1) if k % (64 * count) == 0)
+    tiles = HopperTiles(groups, tokens, 1, registers_for(groups, tokens), 1, products)
+    stages = (SHARED_MEMORY - tiles.ending_bytes(gated)) // tiles.stage_bytes
+    return replace(tiles, stages=min(stages, k // tiles.columns))
 
 
 def tiles_for(
@@ -151,9 +198,7 @@ def tiles_for(
     another kernel is faster, if no similar shape was measured, or if its tile sizes cannot be adapted.
     """
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
-    measured_shapes = (*profile.tiles, *profile.hopper_tiles)
-    shapes = {(rows, columns) for _, rows, columns, is_gated in measured_shapes if is_gated == gated}
-    near = _nearest((num_rows, k), shapes)
+    near = _nearest((num_rows, k), _measured_shapes(profile, gated))
     if near is None or (measured := profile.hopper_tiles.get((bucket, *near, gated))) is None:
         return None
     tiles = HopperTiles(**measured)

@@ -8,16 +8,18 @@ from functools import cache
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv
-from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCKETS, HopperTiles
+from compiled_engine.passes.linear.hopper_linear import (
+    BUSY,
+    MOST_COLUMNS,
+    SHARED_MEMORY,
+    TOKEN_BUCKETS,
+    HopperTiles,
+)
 from compiled_engine.passes.linear.hopper_product import ProductTiles
 from compiled_engine.quantisation import LinearScheme
 
 # Columns per tensor-core product of 8-bit codes, and so the only supported columns per scale besides whole rows.
 COLUMNS = 128
-# Bytes of shared memory of a program, besides barriers.
-SHARED_MEMORY = 226 << 10
-# Share of multiprocessors that a launch should occupy.
-BUSY = 0.9
 # Most columns of tensor-core products that fit the registers of three groups of warps.
 MOST_OF_THREE = 64
 

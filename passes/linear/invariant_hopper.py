@@ -8,15 +8,13 @@ needs parts to occupy a GPU with few tokens; invariant_product computes it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from compiled_engine.kernels.launch_arguments import cdiv, is_hopper
-from compiled_engine.passes.linear.hopper_linear import HopperTiles, hopper_linear, multiprocessors, registers_for
+from compiled_engine.passes.linear.hopper_linear import hopper_linear, multiprocessors, undivided_tiles
 from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product
-from compiled_engine.passes.linear.hopper_quantised import BUSY, SHARED_MEMORY
 
 # Fewest rows of a weight that these kernels compute.
 LEAST_ROWS = 4096
@@ -53,23 +51,8 @@ def is_served(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool)
 
 
 @cache
-def few_tiles(num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int) -> HopperTiles:
-    """Return the tiles of hopper_linear for up to 64 tokens: the largest that keep enough multiprocessors busy.
-
-    num_rows, k: sizes of the weight; num_rows counts gate and up together. num_sms: multiprocessors of the GPU.
-    """
-    tokens = next(tokens for tokens in FEW if num_tokens <= tokens)
-    groups = next((groups for groups in (3, 2) if cdiv(num_rows, 64 * groups) >= BUSY * num_sms), 1)
-    most = 4 if groups == 1 and tokens <= 16 else 2
-    products = next(count for count in (most, 2, 1) if k % (64 * count) == 0)
-    tiles = HopperTiles(groups, tokens, 1, registers_for(groups, tokens), 1, products)
-    stages = (SHARED_MEMORY - tiles.ending_bytes(gated)) // tiles.stage_bytes
-    return replace(tiles, stages=min(stages, k // tiles.columns))
-
-
-@cache
 def many_tiles(num_tokens: int, num_rows: int, gated: bool, num_sms: int) -> ProductTiles:
-    """Return the tiles of hopper_product with the least estimated time; see few_tiles for the arguments.
+    """Return the tiles of hopper_product with the least estimated time; see undivided_tiles for the arguments.
 
     The estimate is the number of tiles that a multiprocessor computes one after another, times a tile's time in COSTS.
     Prompts have the tiles that take the least time for a token and a row.
@@ -93,7 +76,7 @@ def launch(x_TK: torch.Tensor, weight_NK: torch.Tensor, activation: str | None) 
     (num_tokens, k), num_rows, gated = x_TK.shape, weight_NK.shape[0], activation is not None
     num_sms = multiprocessors(x_TK.device)
     if num_tokens <= FEW[-1]:
-        few = few_tiles(num_tokens, num_rows, k, gated, num_sms)
+        few = undivided_tiles(num_tokens, num_rows, k, gated, num_sms)
         return hopper_linear(x_TK, weight_NK, None, gated, activation or "", few)
     many = many_tiles(num_tokens, num_rows, gated, num_sms)
     return hopper_product(x_TK, weight_NK, gated, activation or "", many)

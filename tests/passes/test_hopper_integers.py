@@ -18,8 +18,7 @@ from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.passes.framework.rounding import decode, from_words, to_words, unpack
 from compiled_engine.passes.linear import integer_product
 from compiled_engine.passes.linear.hopper_integers import integer_tiles, stage_bytes, why_not_in_words
-from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS
-from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
+from compiled_engine.passes.linear.hopper_linear import SHARED_MEMORY, TOKEN_BUCKETS
 from compiled_engine.passes.linear.quantised_kernels import choose
 from compiled_engine.passes.linear.quantised_linear_op import reference
 from compiled_engine.passes.linear.split_sums import sum_splits

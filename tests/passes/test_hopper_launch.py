@@ -27,6 +27,7 @@ from compiled_engine.passes.linear.hopper_linear import (
     hopper_tiles,
     multiprocessors,
     rows_for_boxes,
+    tiles_by_rule,
     tiles_for,
 )
 from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product, product_tiles
@@ -185,7 +186,6 @@ def test_tiles_are_those_that_were_measured_on_the_device(gpu: Callable[[str, tu
         (DEVICE, (9, 0), torch.bfloat16, "cpu"),
         (DEVICE, (8, 9), torch.bfloat16, "cuda"),
         (DEVICE, (10, 9), torch.bfloat16, "cuda"),
-        ("a GPU that nobody has measured", (9, 0), torch.bfloat16, "cuda"),
     ],
     ids=str,
 )
@@ -204,6 +204,52 @@ def test_other_devices_and_types_have_no_tiles(
     for product in profile.products:
         shape = product.num_rows, product.k, product.gated
         assert product_tiles(product.last, *shape, dtype, torch.device(device)) is None
+
+
+def test_a_hopper_gpu_that_nobody_has_measured_has_tiles_by_the_rule(
+    gpu: Callable[[str, tuple[int, int]], None],
+) -> None:
+    gpu("a GPU that nobody has measured", (9, 0))
+    cuda = torch.device("cuda")
+    for tokens, rows, k, gated in ((1, 24576, 4096, True), (64, 4096, 12288, False), (8, 5120, 2048, False)):
+        assert hopper_tiles(tokens, rows, k, gated, torch.float16, cuda) == tiles_by_rule(tokens, rows, k, gated, 132)
+        assert hopper_tiles(tokens, rows, k, gated, torch.float32, cuda) is None
+        assert product_tiles(tokens, rows, k, gated, torch.float16, cuda) is None
+
+
+def test_the_rule_is_for_what_no_measurement_is_near_to(gpu: Callable[[str, tuple[int, int]], None]) -> None:
+    """A measured shape for which another kernel was faster keeps it; a near one may have Hopper's kernel."""
+    gpu(DEVICE, (9, 0))
+    profile, cuda = load_profile(DEVICE), torch.device("cuda")
+    assert profile is not None
+    measured = [
+        (tokens, rows, k, gated)
+        for tokens, rows, k, gated in profile.tiles
+        if (tokens, rows, k, gated) not in profile.hopper_tiles and rows >= 2048 and tokens <= 64
+    ]
+    assert measured
+    assert not any(hopper_tiles(*shape, torch.bfloat16, cuda) for shape in measured)
+    assert tiles_for(profile, 64, 5120, 17408, False, 132) is None
+    assert hopper_tiles(64, 5120, 17408, False, torch.bfloat16, cuda) == HopperTiles(1, 64, 6, 128, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "k", "gated", "has_tiles"),
+    [
+        (1, 16384, 5376, False, True),
+        (1, 5120, 17408, False, False),  # two fifths of the multiprocessors would be idle
+        (8, 5120, 17408, False, False),
+        (8, 5120, 2048, False, True),  # few columns
+        (1, 5120, 2048, False, False),
+        (33, 5120, 17408, False, True),  # more tokens
+        (65, 16384, 5376, False, False),
+        (8, 1024, 2048, False, False),
+        (64, 16384, 5400, False, False),
+        (64, 16392, 5376, True, False),
+    ],
+)
+def test_the_rule_chooses_by_what_is_busy(tokens: int, rows: int, k: int, gated: bool, has_tiles: bool) -> None:
+    assert (tiles_by_rule(tokens, rows, k, gated, 132) is not None) == has_tiles
 
 
 def near_tiles(device: str, tokens: int, rows: int, k: int, gated: bool) -> HopperTiles | None:

@@ -13,7 +13,7 @@ from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
 from compiled_engine.passes.linear import invariant_hopper
-from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
+from compiled_engine.passes.linear.hopper_linear import SHARED_MEMORY, undivided_tiles
 from compiled_engine.passes.linear.invariant_linear import invariant_linear, launch, reference
 from compiled_engine.passes.linear.invariant_product import (
     MOST_SPREAD,
@@ -88,7 +88,7 @@ def test_on_cuda(shape: Shape, dtype: torch.dtype) -> None:
 def test_tiles_on_hopper_add_in_one_order_and_fit(rows: int, columns: int, gated: bool) -> None:
     """Parts would add in another order. Tiles fill whole steps, and their ring buffer fits the shared memory."""
     for count in range(1, invariant_hopper.FEW[-1] + 1):
-        few = invariant_hopper.few_tiles(count, rows, columns, gated, 132)
+        few = undivided_tiles(count, rows, columns, gated, 132)
         assert (few.parts, columns % few.columns) == (1, 0)
         assert few.tokens >= count
         assert few.stages * few.stage_bytes + few.ending_bytes(gated) <= SHARED_MEMORY

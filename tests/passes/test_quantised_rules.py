@@ -18,8 +18,8 @@ from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.rounding import decode, in_halves
 from compiled_engine.passes.linear import experts_codes, quantised_product, round_inputs, small_batch_linear_cpu
 from compiled_engine.passes.linear.experts_codes import constants_of, decoded, experts_weight, projections_of
-from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
-from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY, quantised_tiles, stages_of, why_not_on_hopper
+from compiled_engine.passes.linear.hopper_linear import SHARED_MEMORY, TOKEN_BUCKETS, HopperTiles
+from compiled_engine.passes.linear.hopper_quantised import quantised_tiles, stages_of, why_not_on_hopper
 from compiled_engine.passes.linear.quantised_kernels import choose
 from compiled_engine.passes.quantised.quantise import scales_shard
 from compiled_engine.quantisation import LinearScheme, Rounding
