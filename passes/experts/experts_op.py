@@ -210,18 +210,18 @@ class _Weights:
 
     def tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[GroupedTiles, bool, bool]:
         """Return (tiles of grouped_kernel, whether it uses words_product, whether weights are decoded before it)."""
-        if self.invariant:
-            return invariant_tiles(num_tokens, dtype), False, False
         share = self.route["TOP_K"] / self.route["NUM_EXPERTS"]
         sizes = self.gate_up.num_columns, self.down.num_columns
         large = is_hopper(self.down.values.device)
+        coded = any(weight.scales_ERC is not None for weight in (self.gate_up, self.down))
+        if self.invariant:
+            return invariant_tiles(num_tokens, dtype, share, *sizes, coded=coded, hopper=large), False, False
         if self.are_e2m1 and decodes_first(num_tokens, share):
             return grouped_tiles(num_tokens, dtype, share, large=large), False, True
         if self.are_e2m1 and self.gate_up.has_words and self.down.has_words:
             return words_tiles(num_tokens, dtype, share), True, False
         if self.gate_up.is_packed or self.down.is_packed:
             return packed_tiles(num_tokens, dtype, share, self.are_e2m1), False, False
-        coded = self.gate_up.scales_ERC is not None
         return grouped_tiles(num_tokens, dtype, share, *sizes, coded=coded, large=large), False, False
 
 
@@ -362,8 +362,9 @@ def _grouped(
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
     num_pairs = num_tokens * top_k
     tiles, in_words, decodes = weights.tiles(num_tokens, x_TD.dtype)
+    is_alone = num_tokens == 1 and not in_words  # the token, whose pairs need not be sorted
     # Each expert's last tile may be partial.
-    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
+    num_blocks = top_k if is_alone else min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counts_E = _counts(device, stream, num_experts)
@@ -389,26 +390,28 @@ def _grouped(
             weights_S,
             rank_S,
             counts_E,
+            *((sorted_S, blocks_B4) if is_alone else (None, None)),
             logits_TE.stride(0),
             BLOCK_X=next_power_of_2(top_k),
             num_warps=1,
             **route,
             **options,
         )
-    place_kernel[(cdiv(max(num_pairs, num_blocks), PLACED),)](
-        chosen_S,
-        rank_S,
-        counts_E,
-        sorted_S,
-        blocks_B4,
-        num_pairs,
-        num_blocks,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=block_e,
-        TOKENS=tiles.tokens,
-        PLACED=PLACED,
-        **options,
-    )
+    if not is_alone:
+        place_kernel[(cdiv(max(num_pairs, num_blocks), PLACED),)](
+            chosen_S,
+            rank_S,
+            counts_E,
+            sorted_S,
+            blocks_B4,
+            num_pairs,
+            num_blocks,
+            NUM_EXPERTS=num_experts,
+            BLOCK_E=block_e,
+            TOKENS=tiles.tokens,
+            PLACED=PLACED,
+            **options,
+        )
     shared: dict[str, Any] = {
         "TOP_K": top_k,
         "TOKENS": tiles.tokens,
@@ -416,7 +419,7 @@ def _grouped(
         "NUM_STAGES": tiles.num_stages,
         "num_warps": tiles.num_warps,
         "IN_WORDS": in_words,
-        "ROWS_FIRST": weights.invariant or tiles.tokens < 64,
+        "ROWS_FIRST": tiles.rows_first or tiles.tokens < 64,
         "enable_fp_fusion": not weights.invariant,
         **weights.gate,
         **options,

@@ -54,6 +54,8 @@ def route_kernel(
     weights_ptr: tl.tensor,
     rank_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    sorted_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
     logits_stride: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -70,6 +72,8 @@ def route_kernel(
     chosen_ptr: int32 [S], and weights_ptr: float32 [S], the experts and their weights by pair.
     rank_ptr: int32 [S], the index of each pair among its expert's pairs, in any order.
     counts_ptr: int32 [NUM_EXPERTS], zero before the launch, then the number of pairs per expert.
+    sorted_ptr, blocks_ptr: for the only token of a step, whose pairs are blocks of their own; see place_kernel, which
+        is then left out, as are ranks and counts. Otherwise None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -83,11 +87,17 @@ def route_kernel(
     else:
         expert_X = tl.load(given_ptr + token * TOP_K + x_X, mask=mask_X, other=0).to(tl.int32)
         weight_X = tl.load(logits_ptr + x_X, mask=mask_X, other=0.0).to(tl.float32)
-    rank_X = tl.atomic_add(counts_ptr + expert_X, 1, mask=mask_X, sem="relaxed")
     pair_X = token * TOP_K + x_X
-    tl.store(chosen_ptr + pair_X, expert_X, mask=mask_X)
     tl.store(weights_ptr + pair_X, weight_X, mask=mask_X)
-    tl.store(rank_ptr + pair_X, rank_X, mask=mask_X)
+    if blocks_ptr is not None:
+        tl.store(sorted_ptr + pair_X, pair_X, mask=mask_X)
+        tl.store(blocks_ptr + 4 * pair_X, expert_X, mask=mask_X)
+        tl.store(blocks_ptr + 4 * pair_X + 1, pair_X, mask=mask_X)
+        tl.store(blocks_ptr + 4 * pair_X + 2, pair_X * 0 + 1, mask=mask_X)
+    else:
+        rank_X = tl.atomic_add(counts_ptr + expert_X, 1, mask=mask_X, sem="relaxed")
+        tl.store(chosen_ptr + pair_X, expert_X, mask=mask_X)
+        tl.store(rank_ptr + pair_X, rank_X, mask=mask_X)
 
 
 @quick_launches

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.passes.experts import experts_tiles
 from compiled_engine.passes.experts.experts_gate import Gate
 from compiled_engine.passes.experts.experts_op import experts
-from compiled_engine.passes.experts.experts_tiles import FEW_TOKENS, SOME_TOKENS
 from compiled_engine.passes.experts.invariant_experts import why_not as why_no_experts
 from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -67,7 +67,8 @@ _EXACT = frozenset(
 # and those at which linears of codes do. They select every tile. None changes a sum.
 _OF_VALUES = frozenset(
     {
-        *(invariant_product.MOST_SPREAD, FEW_TOKENS, SOME_TOKENS),
+        invariant_product.MOST_SPREAD,
+        *experts_tiles.TOKEN_COUNTS,
         *invariant_product.TOKEN_BUCKETS,
         *invariant_hopper.TOKEN_COUNTS,
     }

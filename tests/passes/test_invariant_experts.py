@@ -105,11 +105,12 @@ def test_what_no_kernel_adds_in_one_order_is_refused(changes: dict[str, Any], me
 @pytest.mark.parametrize("num_tokens", [1, FEW_TOKENS + 1, SOME_TOKENS + 1])
 @pytest.mark.parametrize("codes", [None, "fp8e4nv"])
 def test_products_compiled_for_hopper_have_one_instruction(num_tokens: int, codes: str | None) -> None:
-    """Tiles of more tokens have an instruction of more columns, and nothing else."""
-    tiles = invariant_tiles(num_tokens, torch.bfloat16)
+    """Tiles differ in the columns of an instruction, and in what is on its left."""
+    tiles = invariant_tiles(num_tokens, torch.bfloat16, 8 / 128, 2048, 768, coded=codes is not None, hopper=True)
+    rows_first = tiles.rows_first or tiles.tokens < 64
     constants: dict[str, Any] = {"K": 2048, "NUM_ROWS": 1536, "TOP_K": 8, "GATED": True, "TOKENS": tiles.tokens}
     constants |= {"ACTIVATION": "silu", "ALPHA": 0.0, "LIMIT": 0.0, "INTERLEAVED": False, "ROWS": tiles.rows}
-    constants |= {"BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages, "ROWS_FIRST": True, "IN_WORDS": False}
+    constants |= {"BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages, "ROWS_FIRST": rows_first, "IN_WORDS": False}
     constants |= {"PACKED": "", "SCALES": "", "ZERO": 0, "UNIT": 0, "DEPENDENT_LAUNCH": True, "row_scales_ptr": None}
     constants |= {"TILE_ROWS": 128 if codes else 1, "TILE_COLUMNS": 128 if codes else 0, "zeros_ptr": None}
     constants |= {} if codes else {"scales_ptr": None}
@@ -119,7 +120,7 @@ def test_products_compiled_for_hopper_have_one_instruction(num_tokens: int, code
     options = {"num_warps": tiles.num_warps, "enable_fp_fusion": False}
     program = compiled_for_hopper(grouped_kernel, constants, types, aligned=aligned, **options)
     assert program.metadata.shared <= 227 << 10
-    assert f"wgmma.mma_async.sync.aligned.m64n{tiles.tokens}k16" in program.asm["ptx"]
+    assert f"wgmma.mma_async.sync.aligned.m64n{tiles.tokens if rows_first else tiles.rows}k16" in program.asm["ptx"]
     assert "mma.sync" not in program.asm["ptx"]
 
 
