@@ -107,7 +107,7 @@ STARTS = {
     "soft caps and windows": Start("gemma2"),
     "foreign, norms behind": exact(Start("glm4")),
     "latent attention": exact(Start("deepseek_v3")),
-    "heads of two sizes, experts beside an MLP": exact(Start("gemma4_text")),
+    "heads of two sizes, experts beside an MLP": exact(Start("gemma4_text", changes=(("global_head_dim", 512),))),
     "state spaces, experts": exact(Start("granitemoehybrid")),
     "distances in scores": exact(Start("bloom")),
     "textbook's model by transformers' code": exact(Start(options={"model_impl": "transformers"})),
